@@ -49,10 +49,13 @@ def make_updater(
     zero_stage: Union[int, str] = "auto",
     scheduler: Any = None,
     scope: Optional[ModelScope] = None,
+    *,
+    shows_gradients: bool = False,
 ) -> Updater:
     """Return the updater of ``optimizer`` for gradients that ``window`` exchanges. A collective.
 
-    ``scope`` names the ranks that the model is sharded over, if it is sharded.
+    ``scope`` names the ranks that the model is sharded over, if it is sharded. With ``shows_gradients``, the averaged
+    gradients are at the parameters before each update, and the optimizer's own code updates.
 
     Raises:
         ValueError: If the update cannot be sharded as ``zero_stage`` says, or this optimizer cannot update a sharded
@@ -79,7 +82,7 @@ def make_updater(
     if isinstance(optimizer, mindspore.nn.Optimizer):
         unshare(window.parameters)
         return MindSporeUpdater(optimizer, window.parameters)
-    rule = None if window.group.on_device else rule_for(optimizer, window)
+    rule = None if window.group.on_device or shows_gradients else rule_for(optimizer, window)
     stage, why = (
         (0, reason) if zero_stage == "auto" and reason else _stage(zero_stage, window, has_rule=rule is not None)
     )
@@ -95,7 +98,8 @@ def make_updater(
             optimizer, window, rule, stage, scheduler, may_share=may_share, shard_scope=shard_scope, scope=scope
         )
     # A device slice contains several parameters, and the norm of a sharded model may count only some of them.
-    if stage and scope.is_whole and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
+    is_whole = scope.is_whole and not shows_gradients
+    if stage and is_whole and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
         from mindnlp_dp.optim.device_updater import DeviceUpdater
 
         return DeviceUpdater(optimizer, window, stage, scheduler)

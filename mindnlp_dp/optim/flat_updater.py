@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import numpy as np
@@ -117,6 +117,10 @@ class FlatUpdater(MindNLPUpdater):
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         return Updater.clip(self, gradients, max_norm)
+
+    def show(self, gradients: Any, look: Callable[[], None]) -> Any:
+        # The gradients are in the buckets, and on several ranks each has a part of them.
+        return Updater.show(self, gradients, look)
 
     def scale(self, gradients: Any, factor: float) -> Any:
         self._scale = factor

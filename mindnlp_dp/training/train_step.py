@@ -34,7 +34,8 @@ class TrainStep:
     It takes the micro-steps one by one as they are computed. If a loss is NaN or infinite, its micro-step is left out
     with a warning; if the averaged gradient is, the update is left out. Without ``leave_out_bad_losses`` both raise
     FloatingPointError on every rank. ``resync_tied_weights`` is called after every update of the weights, and
-    ``adapters`` checks the gradients of the first one.
+    ``adapters`` checks the gradients of the first one. ``before_update`` and ``after_update`` are called around the
+    optimizer's step, the latter before the scheduler steps.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class TrainStep:
         timeline: Optional[StepTimeline] = None,
         resync_tied_weights: Callable[[], None] = lambda: None,
         adapters: Optional[AdapterCheck] = None,
+        before_update: Optional[Callable[[], None]] = None,
+        after_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.synchronizer = synchronizer
         self.updater = updater
@@ -57,6 +60,7 @@ class TrainStep:
         self.timeline = timeline or StepTimeline(synchronizer.group)
         self._resync_tied_weights = resync_tied_weights
         self._adapters = adapters
+        self._before_update, self._after_update = before_update, after_update
         self.num_updates = 0
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
@@ -73,7 +77,7 @@ class TrainStep:
                 gradients if sync.total_weight > 0 else None, self.max_grad_norm,
                 span=functools.partial(self.timeline.span, step=step),
                 on_problem=functools.partial(report_nonfinite_gradient, step=step, go_on=self.leave_out_bad_losses),
-                after_update=self._resync_tied_weights,
+                before_update=self._before_update, after_update=self._complete_update,
             )  # fmt: skip
         self.num_updates += 1
         for loss, weight in losses:
@@ -84,6 +88,10 @@ class TrainStep:
         sync.repack_if_learned()
         heartbeat.finish_update(step + 1, losses, sync.total_weight)
         return result.norm
+
+    def _complete_update(self) -> None:
+        self._resync_tied_weights()
+        self._after_update()
 
     def _exchange(self, step: int) -> Any:
         """Average the gradients of the window over the ranks. A collective."""

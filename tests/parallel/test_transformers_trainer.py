@@ -135,6 +135,29 @@ def test_smoothed_labels_of_a_causal_model_weigh_by_what_they_are_a_mean_of(grou
         np.testing.assert_allclose(weights(ours.model)[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
+def test_the_log_has_the_rate_of_each_update_as_transformers_logs_it(group, tmp_path):
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    def rates(**settings):
+        settings = {"max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 2, **settings}
+        trainer = train(tiny_roberta(), Rows(8 * group.world_size), tmp_path, **settings)
+        return [row["learning_rate"] for row in trainer.state.log_history if "loss" in row], trainer.optimizer
+
+    np.testing.assert_allclose(rates(learning_rate=3e-3, warmup_steps=1)[0], [0, 3e-3, 2e-3, 1e-3])
+
+    class Relative(dp.DataParallelTrainer):
+        """A Trainer whose optimizer has a rate that depends on the size of the weights."""
+
+        def create_optimizer_and_scheduler(self, num_training_steps):
+            self.optimizer = Adafactor(self.model.parameters(), relative_step=True, warmup_init=True, lr=None)
+            self.lr_scheduler = AdafactorSchedule(self.optimizer)
+
+    logged, optimizer = rates(trainer_class=Relative)
+    assert logged[0] == 0
+    assert all(0 < before < after for before, after in zip(logged[1:], logged[2:]))
+    assert optimizer.param_groups[0]["lr"] > logged[-1]
+
+
 @pytest.mark.core
 def test_what_would_have_no_effect_is_refused(group, tmp_path):
     class Weighted(dp.DataParallelTrainer):

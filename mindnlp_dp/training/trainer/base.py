@@ -33,8 +33,14 @@ from mindnlp_dp.parallel.replicated_model import (
 )
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
+from mindnlp_dp.training.trainer.callbacks import AFTER_OPTIMIZER, call_optimizer_event
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
-from mindnlp_dp.training.trainer.mindnlp_trainer import EVAL_STRATEGY, EvalLoopOutput, PreTrainedModel
+from mindnlp_dp.training.trainer.mindnlp_trainer import (
+    EVAL_STRATEGY,
+    EvalLoopOutput,
+    PreTrainedModel,
+    TrainerCallback,
+)
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
 from mindnlp_dp.training.trainer.shrink_recovery import can_shrink, state_of_survivors
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
@@ -331,6 +337,14 @@ class DataParallelTrainerBase(abc.ABC):
             columns=columns,
             **options,
         )
+
+    def after_optimizer_step(self) -> None:
+        """Call the callbacks' ``on_optimizer_step``; the scheduler has not stepped yet."""
+        call_optimizer_event(self, AFTER_OPTIMIZER, TrainerCallback)
+
+    def learning_rate_to_log(self) -> float:
+        """Return the learning rate of a line of the log."""
+        return self._get_learning_rate()  # type: ignore[attr-defined,no-any-return]
 
     def store_flos(self) -> None:
         """Add the floating point operations and tokens since the last call, over all ranks, to ``state``."""

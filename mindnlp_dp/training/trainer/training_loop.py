@@ -16,6 +16,7 @@ It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evalu
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import time
@@ -44,14 +45,17 @@ from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import StepTimeline
 from mindnlp_dp.training.train_step import TrainStep
 from mindnlp_dp.training.trainer.callbacks import (
+    BEFORE_OPTIMIZER,
     STOPS,
     ControlAgreement,
+    call_optimizer_event,
     callback_states,
     has_stopped_early,
     load_callback_states,
     show_in_progress_bars,
+    takes_event,
 )
-from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerState, TrainOutput, has_length
+from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerCallback, TrainerState, TrainOutput, has_length
 from mindnlp_dp.training.trainer.resuming import make_epoch_loader, restarts_epoch
 
 
@@ -107,12 +111,7 @@ class TrainingLoop:
         self.synchronizer = trainer.synchronizer(trainer.model)
         named = zip(self.synchronizer.names, self.synchronizer.parameters)
         warn_of_parameters_left_out(trainer.optimizer, named, self.group)
-        self.train_step = TrainStep(
-            self.synchronizer, self._make_updater(), self.losses,
-            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
-            resync_tied_weights=trainer.whole.resync_tied_weights,
-            adapters=adapter_check(trainer.model, self.synchronizer.parameters, trainer.world),
-        )  # fmt: skip
+        self.train_step = self._make_train_step()
         self.run_state = Run(trainer.whole, self.train_step)
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
@@ -151,11 +150,33 @@ class TrainingLoop:
         self.speed.stop()
         return self._finish(began)
 
+    def _make_train_step(self) -> TrainStep:
+        trainer, args = self.trainer, self.args
+        callbacks = trainer.callback_handler.callbacks
+        # With gradients at the parameters the optimizer's own code updates: all ranks or none.
+        is_watched = any(
+            self.world.all_gather_object(any(takes_event(c, BEFORE_OPTIMIZER, TrainerCallback) for c in callbacks))
+        )
+        self.shows_gradients = is_watched
+        # Not a method of this loop, which must be free as soon as the trainer drops it.
+        before = functools.partial(call_optimizer_event, trainer, BEFORE_OPTIMIZER, TrainerCallback)
+        return TrainStep(
+            self.synchronizer, self._make_updater(), self.losses,
+            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
+            resync_tied_weights=trainer.whole.resync_tied_weights,
+            adapters=adapter_check(trainer.model, self.synchronizer.parameters, trainer.world),
+            before_update=before if is_watched else None,
+            after_update=trainer.after_optimizer_step,
+        )  # fmt: skip
+
     def _make_updater(self) -> Updater:
         trainer = self.trainer
         trainer.whole.check_optimizer(trainer.optimizer)
         scope = trainer.whole.scope(self.synchronizer.parameters)
-        return make_updater(trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope)
+        return make_updater(
+            trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope,
+            shows_gradients=self.shows_gradients,
+        )  # fmt: skip
 
     def _follow_optimizer(self) -> None:
         """Rebuild the updater if a callback has replaced the optimizer's ``step``. A collective."""
@@ -338,7 +359,7 @@ class TrainingLoop:
         numbers = {"loss": round(self.losses.mean_since_log(), 4), "grad_norm": self.grad_norm}
         # Where all losses were left out there is no mean; NaN and infinity are no JSON, and a warning has named them.
         logs = {name: x for name, x in numbers.items() if x is not None and math.isfinite(x)}
-        logs["learning_rate"] = trainer._get_learning_rate()
+        logs["learning_rate"] = trainer.learning_rate_to_log()
         trainer._globalstep_last_logged = trainer.state.global_step
         trainer.store_flos()
         self._set_flos()

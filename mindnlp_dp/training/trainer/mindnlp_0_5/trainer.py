@@ -40,6 +40,8 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     args: DataParallelArguments
     data_collator: Any
     processing_class: Any
+    # The learning rate of the last update; None before the first.
+    _rate_of_update: Optional[float] = None
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         if args is None:
@@ -99,6 +101,14 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
 
     # Training.
 
+    def after_optimizer_step(self) -> None:
+        super().after_optimizer_step()
+        # Transformers logs the rate of the update, and MindNLP 0.4 that of the next one.
+        self._rate_of_update = self._get_learning_rate()  # type: ignore[attr-defined]
+
+    def learning_rate_to_log(self) -> float:
+        return super().learning_rate_to_log() if self._rate_of_update is None else self._rate_of_update
+
     def train(
         self,
         resume_from_checkpoint: Union[str, bool, None] = None,
@@ -116,6 +126,7 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
             ValueError: the run cannot be resumed with this data, or with this number of ranks.
             FloatingPointError: a loss or gradient is NaN or infinite, and ``logging_nan_inf_filter`` is False.
         """
+        self._rate_of_update = None
         self.choose_run(resume_from_checkpoint)
         return super().train(None, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
