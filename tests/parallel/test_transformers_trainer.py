@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -133,6 +134,14 @@ def test_smoothed_labels_of_a_causal_model_weigh_by_what_they_are_a_mean_of(grou
         whole = train(model(), Texts(), shared_tmp_path / f"{group.rank}", per_device_train_batch_size=12, **common)
     for name, weight in weights(whole.model).items():
         np.testing.assert_allclose(weights(ours.model)[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_files_come_from_the_hub_unless_the_user_names_another_endpoint():
+    import huggingface_hub
+    import transformers.utils.hub
+
+    expected = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    assert huggingface_hub.constants.ENDPOINT == transformers.utils.hub.HUGGINGFACE_CO_RESOLVE_ENDPOINT == expected
 
 
 def test_the_log_has_the_rate_of_each_update_as_transformers_logs_it(group, tmp_path):
