@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from transformers import DataCollatorWithPadding, default_data_collator
-
 from mindnlp_dp.data.batches import Collator, ColumnCollator
 from mindnlp_dp.data.loss_weight import count_labels
 from mindnlp_dp.runtime.arrays import to_host
@@ -49,6 +47,9 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
 
     def _collator(self) -> Optional[Collator]:
+        # Not at the top: mindnlp, which is imported first, puts mindtorch in PyTorch's place.
+        from transformers import DataCollatorWithPadding, default_data_collator
+
         collator = self.data_collator
         is_default = collator is default_data_collator or type(collator) is DataCollatorWithPadding
 
