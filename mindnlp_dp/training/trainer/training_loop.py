@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import math
 import os
 import time
@@ -55,7 +56,7 @@ from mindnlp_dp.training.trainer.callbacks import (
     show_in_progress_bars,
     takes_event,
 )
-from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerCallback, TrainerState, TrainOutput, has_length
+from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, TrainerCallback, TrainerState, TrainOutput, has_length
 from mindnlp_dp.training.trainer.resuming import make_epoch_loader, restarts_epoch
 
 
@@ -132,6 +133,7 @@ class TrainingLoop:
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         handler.train_dataset = handler.train_dataloader = self.loader
 
+        self._log_settings()
         began = time.time()
         # What an interrupted loop has counted is not this one's.
         trainer.store_flos()
@@ -149,6 +151,26 @@ class TrainingLoop:
                 self.position = Position(self.position.epoch + 1)
         self.speed.stop()
         return self._finish(began)
+
+    def _log_settings(self) -> None:
+        """Log the size of the run, where ``log_level="info"`` shows it."""
+        trainer, loader, state = self.trainer, self.loader, self.trainer.state
+        num_weights = sum(math.prod(parameter.shape) for parameter in self.synchronizer.parameters)
+        lines = {
+            "Num examples": "unknown" if loader.num_samples is None else f"{loader.num_samples:,}",
+            "Num Epochs": f"{state.num_train_epochs:,}",
+            "Instantaneous batch size per device": f"{trainer._train_batch_size:,}",
+            "Total train batch size (w. parallel, distributed & accumulation)": f"{loader.global_batch_size:,}",
+            "Number of ranks": f"{self.world.world_size:,}",
+            "Gradient Accumulation steps": f"{loader.micro_steps:,}",
+            "Total optimization steps": f"{state.max_steps:,}",
+            "Number of trainable parameters": f"{num_weights:,}",
+        }
+        # The library's logger, whose level log_level sets; the names are those of its own Trainer.
+        logger = logging.getLogger(Trainer.__module__)
+        logger.info("***** Running training *****")
+        for name, value in lines.items():
+            logger.info("  %s = %s", name, value)
 
     def _make_train_step(self) -> TrainStep:
         trainer, args = self.trainer, self.args
