@@ -86,7 +86,7 @@ class TrainStep:
         with heartbeat.waiting("the update"):
             self.updater.release()
         sync.repack_if_learned()
-        heartbeat.finish_update(step + 1, losses, sync.total_weight)
+        heartbeat.finish_update(step + 1, losses, sync.num_samples)
         return result.norm
 
     def _complete_update(self) -> None:
@@ -111,6 +111,7 @@ class TrainStep:
         try:
             for micro in micro_steps:
                 heartbeat.step()
+                sync.count(micro.num_samples / micro.loss_replication)
                 if micro.gradients is None:
                     sync.skip()
                 elif math.isfinite(micro.loss) and not micro.has_nonfinite_peer:
