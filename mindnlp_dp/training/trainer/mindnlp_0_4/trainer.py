@@ -34,7 +34,7 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
 
     Call ``mindnlp_dp.init_process_group()`` before the model is built. The arguments are
     the Trainer's, and ``data_collator``: a function that makes a batch (a dict of arrays) from a list
-    of samples (dicts); by default samples are stacked. Overridden methods such as ``compute_loss``,
+    of samples of any kind; by default samples are dicts, and are stacked. Overridden methods such as ``compute_loss``,
     ``training_step`` and ``prediction_step`` are called as usual, on this rank's part of the batch.
 
     The guarantees, and their tests (tests/parallel, at 1, 2 and 4 ranks):
