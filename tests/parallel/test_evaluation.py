@@ -148,8 +148,8 @@ def test_metrics_that_the_log_cannot_hold_are_named_on_every_rank(group, tmp_pat
 
 def test_arrays_among_the_metrics_are_saved_as_lists(group, shared_tmp_path):
     def metrics(prediction):
-        tensor = mindspore.Tensor([1, 2])
-        return {"confusion": np.array([[1, 2], [3, 4]]), "score": np.float32(0.5), "of": {"tensor": tensor}}
+        tensors = {"many": mindspore.Tensor([1, 2]), "one": mindspore.Tensor([3])}
+        return {"confusion": np.array([[1, 2], [3, 4]]), "score": np.float32(0.5), "of": tensors}
 
     trainer = train(
         tiny_roberta(), Rows(4), shared_tmp_path, eval_dataset=Rows(4), compute_metrics=metrics,
@@ -157,7 +157,7 @@ def test_arrays_among_the_metrics_are_saved_as_lists(group, shared_tmp_path):
     )  # fmt: skip
     (saved,) = shared_tmp_path.glob("checkpoint-*/trainer_state.json")
     (logged,) = (row for row in json.loads(saved.read_text())["log_history"] if "eval_score" in row)
-    assert (logged["eval_confusion"], logged["eval_of"]) == ([[1, 2], [3, 4]], {"tensor": [1, 2]})
+    assert (logged["eval_confusion"], logged["eval_of"]) == ([[1, 2], [3, 4]], {"many": [1, 2], "one": 3})
     assert trainer.evaluate()["eval_score"] == 0.5
 
 

@@ -115,6 +115,7 @@ def _without_arrays(value: Any) -> Any:
         return {name: _without_arrays(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_without_arrays(item) for item in value]
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return to_numpy(value).tolist() if hasattr(value, "asnumpy") else value
+    if hasattr(value, "asnumpy"):
+        array = to_numpy(value)
+        return array.item() if array.size == 1 else array.tolist()
+    return value.tolist() if isinstance(value, np.ndarray) else value
