@@ -88,15 +88,17 @@ def make_updater(
     )
     if zero_stage == "auto" and window.group.world_size > 1 and window.group.is_main:
         _say_once(f'zero_stage="auto" is {stage} here: {why}')
-    if rule is not None and isinstance(window, GradientSynchronizer):
-        from mindnlp_dp.optim.flat_updater import FlatUpdater
+    from mindnlp_dp.optim.flat_updater import FlatUpdater, give_back_state
 
+    if rule is not None and isinstance(window, GradientSynchronizer):
         # Between hosts, weights are more bytes than gradients, whose blocks of zeros are not sent.
         shard_scope = "host" if zero_stage == "auto" else "world"
         may_share = _dispatches_synchronously()
         return FlatUpdater(
             optimizer, window, rule, stage, scheduler, may_share=may_share, shard_scope=shard_scope, scope=scope
         )
+    if not window.group.on_device:
+        give_back_state(optimizer, window.parameters)
     # A device slice contains several parameters, and the norm of a sharded model may count only some of them.
     is_whole = scope.is_whole and not shows_gradients
     if stage and is_whole and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -241,12 +241,7 @@ class FlatUpdater(MindNLPUpdater):
                     for name in self._state.arrays:
                         entry[name] = self._state.view(index, name)
                 if self._rule.counts_steps:
-                    entry["step"] = self._step_of_its_own(steps)
-
-    @staticmethod
-    def _step_of_its_own(steps: int) -> Any:
-        # Optimizers of MindNLP 0.5 increment the step in place.
-        return mindnlp_api().tensor(float(steps)) if mindnlp_series() == "0.5" else steps
+                    entry["step"] = _step_of_its_own(steps)
 
     def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         self._take_back()
@@ -276,3 +271,15 @@ class FlatUpdater(MindNLPUpdater):
         states = {id(everything[int(number)]): state for number, state in saved["state"].items()}
         self._owners.load(self.optimizer, states)
         self._adopt_state(self._state)
+
+
+def give_back_state(optimizer: Any, parameters: Sequence[Any]) -> None:
+    """Give an optimizer that had a :class:`FlatUpdater` the full state of these parameters. A collective."""
+    registry = _owners_of.get(optimizer)
+    if registry is not None:
+        registry.give_back(optimizer, parameters, _step_of_its_own)
+
+
+def _step_of_its_own(steps: int) -> Any:
+    # Optimizers of MindNLP 0.5 increment the step in place.
+    return mindnlp_api().tensor(float(steps)) if mindnlp_series() == "0.5" else steps
