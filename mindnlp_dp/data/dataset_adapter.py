@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.batches import Batch, Collator, collated, columns_of, wanted
+from mindnlp_dp.data.batches import Batch, Collator, collated, wanted
 from mindnlp_dp.data.dataset_consistency import check_same_lengths, check_same_samples
 from mindnlp_dp.data.loader import IndexedLoader, Loader, PipelineLoader
 from mindnlp_dp.data.sampler import GlobalBatchSampler, largest_divisor
@@ -150,11 +150,13 @@ class IndexedSource:
             return np.array([len(tokens) for part in parts for tokens in part], np.int64)
         lengths = []
         for index in range(len(rows)):
-            sample = columns_of(rows[index], index, 0)
+            found = rows[index]
+            sample = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
             if column not in sample and main_input not in sample:
+                has = ", ".join(sample) or f"none: sample {index} is a {type(found).__name__}"
                 raise ValueError(
-                    f"group_by_length needs a column {column!r} or {main_input!r}, and samples have "
-                    f"{', '.join(sample)}; set length_column_name"
+                    f"group_by_length needs a column {column!r} or {main_input!r}, and samples have {has}; set "
+                    "length_column_name"
                 )
             lengths.append(int(sample[column]) if column in sample else len(sample[main_input]))
         return np.array(lengths, np.int64)

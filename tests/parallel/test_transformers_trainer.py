@@ -169,18 +169,6 @@ def test_the_log_has_the_rate_of_each_update_as_transformers_logs_it(group, tmp_
 
 @pytest.mark.core
 def test_what_would_have_no_effect_is_refused(group, tmp_path):
-    class Weighted(dp.DataParallelTrainer):
-        def _get_train_sampler(self, *args, **kwargs):
-            raise AssertionError
-
-    class Chosen(dp.DataParallelTrainer):
-        def _get_eval_sampler(self, *args, **kwargs):
-            raise AssertionError
-
-    with pytest.raises(ValueError, match="its own _get_train_sampler, which is not called"):
-        train(tiny_roberta(), Rows(8), tmp_path, trainer_class=Weighted)
-    with pytest.raises(ValueError, match="its own _get_eval_sampler, which is not called"):
-        train(tiny_roberta(), Rows(8), tmp_path, trainer_class=Chosen, eval_dataset=Rows(8), eval_strategy="epoch")
     with pytest.warns(RuntimeWarning, match="dataloader_num_workers has no effect"):
         dp.DataParallelArguments(str(tmp_path), dataloader_num_workers=2)
     for settings, message in [

@@ -9,8 +9,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 import numpy as np
 
@@ -50,6 +51,15 @@ from mindnlp_dp.training.uninitialized_weights import check_values
 # The packages whose Trainers are not the user's own.
 _LIBRARIES = ("mindnlp", "mindnlp_dp", "transformers")
 
+# Methods of a Trainer that are not called here with any library, and what to do instead of overriding them.
+_ORDER = "samples are distributed in an order that all ranks know; choose, weigh or order them in the data set"
+NOT_CALLED = {
+    "_get_train_sampler": _ORDER,
+    "_get_eval_sampler": _ORDER,
+    "_maybe_log_save_evaluate": "all ranks decide together when to log, evaluate and save; use a callback, or override "
+    "log, evaluate or save_model",
+}
+
 
 class DataParallelTrainerBase(abc.ABC):
     """Makes the library's ``Trainer`` data parallel; every ``DataParallelTrainerMixin`` derives from this class."""
@@ -64,7 +74,13 @@ class DataParallelTrainerBase(abc.ABC):
     preprocess_logits_for_metrics: Any
     training_loop: TrainingLoop
 
+    # The methods of the library's Trainer that are not called, and what to do instead of overriding them.
+    not_called: ClassVar[Mapping[str, str]] = NOT_CALLED
+
     def __init__(self, model: Any, args: DataParallelArgumentsBase, *rest: Any, **kwargs: Any) -> None:
+        for name, instead in self.not_called.items():
+            if self._has_own(name):
+                raise ValueError(f"{type(self).__name__} has its own {name}, which is not called: {instead}")
         # The ranks among which samples are split, and all ranks, which may hold shards of the model.
         self.group, self.world = get_data_group(), get_process_group()
         self._synchronizer: Optional[GradientAccumulator] = None
@@ -187,12 +203,16 @@ class DataParallelTrainerBase(abc.ABC):
         strategy = str(getattr(strategy, "value", strategy))
         if strategy == "no" or self.eval_dataset is not None:
             return
-        methods = (getattr(self, name, None) for name in ("evaluate", "get_eval_dataset", "get_eval_dataloader"))
-        if all(method is None or method.__module__.partition(".")[0] in _LIBRARIES for method in methods):
+        if not any(map(self._has_own, ("evaluate", "get_eval_dataset", "get_eval_dataloader"))):
             raise ValueError(
                 f'{EVAL_STRATEGY}="{strategy}" needs data: pass eval_dataset to the {type(self).__name__}, or set '
                 f'{EVAL_STRATEGY}="no"'
             )
+
+    def _has_own(self, name: str) -> bool:
+        """Return whether this Trainer has a method that is the user's own, and not the library's."""
+        method = getattr(self, name, None)
+        return method is not None and method.__module__.partition(".")[0] not in _LIBRARIES
 
     @property
     def _saves(self) -> bool:

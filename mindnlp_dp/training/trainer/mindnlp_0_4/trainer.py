@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
-from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
+from mindnlp_dp.training.trainer.base import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
 from mindnlp_dp.training.trainer.trackers import TrackerCallback, tracker_names
-
-# Methods of Transformers' Trainer that MindNLP 0.4's does not have, and what to do instead.
-_ORDER = "samples are distributed in an order that all ranks know: choose, weigh or order them in the data set"
-_CALLED_INSTEAD = {
-    **{f"get_{each}_dataloader": f"override get_{each}_dataset" for each in ("train", "eval", "test")},
-    "_get_train_sampler": _ORDER,
-    "_get_eval_sampler": _ORDER,
-}
 
 
 class DataParallelTrainerMixin(DataParallelTrainerBase):
@@ -53,16 +45,15 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
 
     args: DataParallelArguments
     tokenizer: Any
+    # The methods of Transformers' Trainer that open data have other names here.
+    not_called: ClassVar[Mapping[str, str]] = {
+        **NOT_CALLED,
+        **{f"get_{each}_dataloader": f"override get_{each}_dataset" for each in ("train", "eval", "test")},
+    }
 
     def __init__(
         self, model: Any = None, args: Any = None, *rest: Any, data_collator: Optional[Collator] = None, **kwargs: Any
     ) -> None:
-        for name, instead in _CALLED_INSTEAD.items():
-            method = getattr(type(self), name, None)
-            if method is not None and not method.__module__.startswith("mindnlp."):
-                raise ValueError(
-                    f"{type(self).__name__} has its own {name}, which MindNLP 0.4's Trainer does not call; {instead}"
-                )
         self.data_collator = data_collator
         self._hook_is_suspended = False
         if args is None:

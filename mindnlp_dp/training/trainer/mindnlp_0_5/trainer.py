@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 from mindnlp_dp.data.batches import Collator, ColumnCollator
 from mindnlp_dp.data.loss_weight import count_labels
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
-from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
+from mindnlp_dp.training.trainer.base import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_5.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
@@ -38,6 +38,11 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     args: DataParallelArguments
     data_collator: Any
     processing_class: Any
+    not_called: ClassVar[Mapping[str, str]] = {
+        **NOT_CALLED,
+        "_get_dataloader": "override get_train_dataloader, get_eval_dataloader or get_test_dataloader",
+        "get_batch_samples": "the loader makes the micro-batches of an update; override get_train_dataloader",
+    }
     # The learning rate of the last update; None before the first.
     _rate_of_update: Optional[float] = None
 
@@ -139,7 +144,6 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
 
     def get_train_dataloader(self) -> Any:
         """Return a loader of this rank's part of ``train_dataset``."""
-        self._check_sampler("_get_train_sampler")
         return self._training_loader(self.train_dataset)  # type: ignore[attr-defined]
 
     def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
@@ -170,15 +174,7 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return such a loader for :meth:`predict`."""
-        self._check_sampler("_get_eval_sampler")
         return self._evaluation_loader(test_dataset)
-
-    def _check_sampler(self, name: str) -> None:
-        if getattr(type(self), name) is not getattr(Trainer, name):
-            raise ValueError(
-                f"{type(self).__name__} has its own {name}, which is not called: samples are distributed in an "
-                "order that all ranks know; choose, weigh or order them in the data set"
-            )
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):
