@@ -228,3 +228,9 @@ def test_a_label_that_is_not_a_number_is_named_with_its_sample(group, tmp_path, 
         trainer = dp.DataParallelTrainer(tiny_roberta(), dp.DataParallelArguments(str(tmp_path)))
         with pytest.raises(TypeError, match=told):
             trainer.evaluate(samples)
+
+
+def test_lengths_of_samples_without_columns_are_an_error(group, tmp_path):
+    settings = {"group_by_length": True, "data_collator": list, **SETTINGS}
+    with pytest.raises(ValueError, match="samples have none: sample 0 is a tuple; set length_column_name"):
+        train(tiny_roberta(), Kind(8, KINDS["tuples"][0]), tmp_path, **settings)
