@@ -30,7 +30,7 @@ parallel() {
   MINDNLP_DP_FORK_SERVER=$work/ranks python tests/run_parallel.py --launcher "$1" --world-size "$2" "${files[@]/%/.py}" -m "$3"
 }
 
-parallel mpi 2 "$most" trainer equivalence orders batch_scaling evaluation bad_losses models transformers_trainer
+parallel mpi 2 "$most" trainer trainer_again own_data equivalence orders batch_scaling evaluation bad_losses models transformers_trainer
 parallel mpi 2 "$few" decisions resuming zero token_losses dropout batch_across_ranks
 # One rank, and a number of ranks that is not a power of two.
 [ "${1:-}" != --all ] || parallel mpi 1 "$most" equivalence

@@ -1,4 +1,4 @@
-"""This module defines batches: it collates samples (dicts) into columns, slices them and calls functions with them.
+"""This module defines batches: it collates samples into columns, slices them and calls functions with them.
 
 A column is an array with one row per sample. Loaders, pipelines and the evaluation use this module.
 """
@@ -7,14 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Callable, Optional
 
 import numpy as np
 
+from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams
 
 Columns = dict[str, np.ndarray]
-Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
+
+# The names of labels in a sample.
+_LABELS = ("label", "labels", "label_ids")
+
+
+@dataclass(frozen=True)
+class ColumnCollator:
+    """A collator that takes samples with columns only, as the library's default collators do."""
+
+    collate: Collator
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        return self.collate(samples)
 
 
 class Batch(dict[str, Any]):
@@ -54,7 +69,11 @@ class Batch(dict[str, Any]):
 def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
     """Stack the samples' columns: values of shape ``s`` become arrays of shape ``(rows, *s)``.
 
-    A column ``label`` is renamed to ``labels``, the name that models expect. Raises ValueError if shapes differ.
+    A column ``label`` is renamed to ``labels``, the name that models expect.
+
+    Raises:
+        ValueError: the samples' shapes differ.
+        TypeError: a column has numbers in some samples, and texts or None in others.
     """
     batch: Columns = {}
     for name in rows[0]:
@@ -65,6 +84,8 @@ def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
                 f"{next(v.shape for v in values if v.shape != values[0].shape)} among them; "
                 "pad them to one length, or pass a data_collator that does"
             )
+        if len({_holds_numbers(value) for value in values}) > 1:
+            raise TypeError(f"the samples' {name!r} are numbers in some samples, and texts or None in others")
         batch["labels" if name == "label" and "labels" not in rows[0] else name] = np.stack(values)
     return batch
 
@@ -73,7 +94,14 @@ def as_arrays(batch: Mapping[str, Any]) -> Columns:
     """Convert a collator's result to NumPy arrays; float64, the type of Python's floats, becomes float32.
 
     Labels and ids become int64 (:func:`widened`).
+
+    Raises:
+        TypeError: the result is not a dict.
     """
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"the data_collator returned a {type(batch).__name__}, expected a dict of column names and arrays"
+        )
     arrays = {name: np.asarray(x.asnumpy() if hasattr(x, "asnumpy") else x) for name, x in batch.items()}
     arrays = {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
     return {name: widened(name, a) for name, a in arrays.items()}
@@ -152,13 +180,33 @@ def rows_of(batch: Any, begin: int, end: int) -> Any:
 
 
 def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with MindSpore tensors instead of NumPy arrays; a :class:`Batch` stays one."""
+    """Return the batch with MindSpore tensors instead of NumPy arrays; a :class:`Batch` stays one.
+
+    Raises:
+        TypeError: a column has values that are not numbers, such as texts or None.
+    """
     import mindspore
 
+    for name, x in batch.items():
+        if isinstance(x, np.ndarray) and not _holds_numbers(x):
+            _raise_for_column(name, x, getattr(batch, "indices", None))
     tensors = {
         name: mindspore.Tensor(widened(name, x)) if isinstance(x, np.ndarray) else x for name, x in batch.items()
     }
     return Batch(tensors, batch.indices, batch.positions) if isinstance(batch, Batch) else tensors
+
+
+def _holds_numbers(array: np.ndarray) -> bool:
+    return array.dtype.kind not in "OSU"
+
+
+def _raise_for_column(name: str, column: np.ndarray, indices: Optional[np.ndarray]) -> None:
+    """Raise TypeError for the first value of a column that is not a number."""
+    rank, values = get_process_group().label(), column.tolist() if column.ndim else [column.tolist()]
+    numbers = range(len(values)) if indices is None or len(indices) != len(values) else indices.tolist()
+    for index, value in zip(numbers, values):
+        if not _holds_numbers(np.asarray(value)):
+            raise TypeError(_not_a_number(name, value, index, rank))
 
 
 def call_with(function: Callable[..., Any], batch: Any) -> Any:
@@ -168,10 +216,52 @@ def call_with(function: Callable[..., Any], batch: Any) -> Any:
     return function(*batch) if isinstance(batch, (tuple, list)) else function(batch)
 
 
-def check_row(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
-    """Return the sample unchanged if it is a dict; raise TypeError otherwise."""
-    if not isinstance(sample, Mapping):
-        raise TypeError(
-            f"sample {index} is a {type(sample).__name__}, expected a dict of column names and values (rank {rank})"
-        )
-    return sample
+def columns_of(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
+    """Return a sample's values by name: a dict unchanged, or an object's attributes; raise TypeError otherwise."""
+    if isinstance(sample, Mapping):
+        return sample
+    if getattr(sample, "__dict__", None) and not hasattr(sample, "dtype"):
+        return vars(sample)
+    raise TypeError(
+        f"sample {index} is a {type(sample).__name__}, expected a dict of column names and values (rank {rank}); pass "
+        "a data_collator (collate= of make_loader) that makes a dict of arrays from a list of such samples"
+    )
+
+
+def collated(
+    samples: Sequence[Any], indices: Sequence[int], rank: int, collate: Optional[Collator], columns: Any = None
+) -> Columns:
+    """Return a batch of arrays of these samples, without the columns that are not wanted.
+
+    ``indices`` are the samples' numbers for messages. Only the user's ``collate`` takes samples that are not dicts.
+
+    Raises:
+        TypeError: samples or a batch of the wrong kind, or a label that the collator failed on is not a number.
+    """
+    if collate is None or isinstance(collate, ColumnCollator):
+        samples = [columns_of(sample, index, rank) for sample, index in zip(samples, indices)]
+    if columns is not None:
+        samples = [wanted(sample, columns) for sample in samples]
+    try:
+        return as_arrays((collate or default_collate)(samples))
+    except Exception as error:
+        for sample, index in zip(samples, indices):
+            labels = sample if isinstance(sample, Mapping) else {}
+            for name in _LABELS:
+                if name in labels and (labels[name] is None or isinstance(labels[name], str)):
+                    raise TypeError(_not_a_number(name, labels[name], index, rank)) from error
+        raise
+
+
+def wanted(sample: Any, columns: Any) -> Any:
+    """Return a dict without the columns that are not in ``columns`` (None: all are); other samples are unchanged."""
+    if columns is None or not isinstance(sample, Mapping):
+        return sample
+    return {name: value for name, value in sample.items() if name in columns}
+
+
+def _not_a_number(name: str, value: Any, index: int, rank: Any) -> str:
+    return (
+        f"{name!r} of sample {index} is {value!r}, expected a number or an array of numbers (rank {rank}); convert it "
+        "in the data set or in the data_collator"
+    )

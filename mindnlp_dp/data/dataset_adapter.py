@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.batches import Batch, Collator, as_arrays, check_row, default_collate
+from mindnlp_dp.data.batches import Batch, Collator, collated, wanted
 from mindnlp_dp.data.dataset_consistency import check_same_lengths, check_same_samples
 from mindnlp_dp.data.loader import IndexedLoader, Loader, PipelineLoader
 from mindnlp_dp.data.sampler import GlobalBatchSampler, largest_divisor
@@ -49,10 +49,6 @@ class LoaderOptions:
     columns: Optional[Sequence[str]]
     global_batch_size: Optional[int]
     lengths: Optional[np.ndarray]
-
-    def kept(self, row: Any) -> dict[str, Any]:
-        """Return a row, or a batch, without the columns that are not wanted."""
-        return {name: value for name, value in row.items() if self.columns is None or name in self.columns}
 
     def global_micro_batch(self) -> tuple[int, int]:
         """Return the size of a micro-batch over all ranks, and how many of them make an update."""
@@ -88,7 +84,8 @@ def make_loader(
     Raises:
         ValueError: the pipeline is already sharded with ``num_shards``, the data set is empty, or
             ``global_batch_size`` is not a multiple of the pipeline's batch size.
-        TypeError: the data set can be neither indexed nor iterated, or its samples are not dicts.
+        TypeError: the data set can be neither indexed nor iterated, or its samples are not dicts, nor objects whose
+            attributes are the columns, and there is no ``collate``, which may take samples of any kind.
     """
     options = LoaderOptions(
         micro_batch_size, accumulation_steps, group or get_data_group(), group or get_process_group(), seed, shuffle,
@@ -104,6 +101,11 @@ def adapt(dataset: Any) -> Union[IndexedSource, PipelineSource, IterableSource]:
     """Return what reads a data set of this kind; raise TypeError if it can be neither indexed nor iterated."""
     if is_mindspore_dataset(dataset):
         return IndexedSource(_GeneratorRows(dataset)) if _has_index(dataset) else PipelineSource(dataset)
+    if is_batch_reader(dataset):
+        raise TypeError(
+            f"a {type(dataset).__name__} yields batches, and ranks are given samples: pass its data set, and its "
+            "collate_fn as data_collator (collate= of make_loader)"
+        )
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return IndexedSource(dataset)
     if hasattr(dataset, "__iter__"):
@@ -115,7 +117,7 @@ def adapt(dataset: Any) -> Union[IndexedSource, PipelineSource, IterableSource]:
 
 
 class IndexedSource:
-    """A data set with an index; ``rows`` has ``__len__`` and ``__getitem__``, and its samples are dicts."""
+    """A data set with an index; ``rows`` has ``__len__`` and ``__getitem__``."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
@@ -148,11 +150,13 @@ class IndexedSource:
             return np.array([len(tokens) for part in parts for tokens in part], np.int64)
         lengths = []
         for index in range(len(rows)):
-            sample = check_row(rows[index], index, 0)
+            found = rows[index]
+            sample = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
             if column not in sample and main_input not in sample:
+                has = ", ".join(sample) or f"none: sample {index} is a {type(found).__name__}"
                 raise ValueError(
-                    f"group_by_length needs a column {column!r} or {main_input!r}, and samples have "
-                    f"{', '.join(sample)}; set length_column_name"
+                    f"group_by_length needs a column {column!r} or {main_input!r}, and samples have {has}; set "
+                    "length_column_name"
                 )
             lengths.append(int(sample[column]) if column in sample else len(sample[main_input]))
         return np.array(lengths, np.int64)
@@ -190,7 +194,7 @@ class PipelineSource:
 
         def open_batches(epoch: int) -> Iterator[Batch]:
             for batch in _seeded_iterator(batches, options.seed, epoch):
-                yield Batch(as_arrays(options.kept(batch)))
+                yield Batch(as_arrays(wanted(batch, options.columns)))
 
         num_batches = readers.run_on_rank0(batches.get_dataset_size, "counting the data pipeline's batches")
         is_counted = num_batches > 0
@@ -213,11 +217,11 @@ class IterableSource:
         def open_batches(epoch: int) -> Iterator[Batch]:
             if hasattr(self._iterable, "set_epoch"):  # Hugging Face's streaming data sets shuffle by it.
                 self._iterable.set_epoch(epoch)
-            rows = iter(self._iterable)
+            rows, begin, rank = iter(self._iterable), 0, options.readers.rank
             while chunk := list(itertools.islice(rows, size)):
-                if options.columns is not None:
-                    chunk = list(map(options.kept, chunk))
-                yield Batch(as_arrays((options.collate or default_collate)(chunk)), np.arange(len(chunk)))
+                numbers = range(begin, begin + len(chunk))
+                yield Batch(collated(chunk, numbers, rank, options.collate, options.columns), np.arange(len(chunk)))
+                begin += len(chunk)
 
         return PipelineLoader(
             open_batches, None, options.group, accumulation_steps, batch_size=size, seed=options.seed,
@@ -251,6 +255,11 @@ def _has_index(dataset: Any) -> bool:
         and not dataset.is_sharded()
         and (dataset.sampler is None or type(dataset.sampler) in (RandomSampler, SequentialSampler))
     )
+
+
+def is_batch_reader(dataset: Any) -> bool:
+    """Return whether this is a ``DataLoader`` as PyTorch has it, which yields batches of a data set."""
+    return hasattr(dataset, "collate_fn") and hasattr(dataset, "batch_size")
 
 
 def is_mindspore_dataset(dataset: Any) -> bool:

@@ -12,7 +12,6 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.batches import check_row
 from mindnlp_dp.runtime.arrays import fingerprint, to_host
 
 # The number of samples that are compared among the ranks.
@@ -31,7 +30,6 @@ def check_same_samples(source: Any, group: ProcessGroup, columns: Optional[Seque
 
     Raises:
         ValueError: the numbers of samples, or the samples at an index, differ.
-        TypeError: a sample is not a dict.
     """
     if group.world_size == 1:
         return
@@ -45,7 +43,7 @@ def check_same_samples(source: Any, group: ProcessGroup, columns: Optional[Seque
             )
     probes = _probes(sizes[0])
     texts = group.run_on(
-        True, lambda: [_texts(source, index, columns, group.rank) for index in probes], "reading samples to compare"
+        True, lambda: [_texts(source, index, columns) for index in probes], "reading samples to compare"
     )
     mine = texts or []
     differing = _first_difference(group.all_gather_object([_hashes(sample) for sample in mine]))
@@ -69,7 +67,7 @@ def sample_digests(source: Any, group: ProcessGroup, columns: Optional[Sequence[
     """
 
     def read() -> dict[str, str]:
-        samples = [_texts(source, index, columns, group.rank) for index in _probes(len(source))]
+        samples = [_texts(source, index, columns) for index in _probes(len(source))]
         texts = {name: [sample.get(name) for sample in samples] for name in {n: None for s in samples for n in s}}
         return {
             name: hashlib.blake2b("\n".join(map(str, column)).encode(), digest_size=8).hexdigest()
@@ -114,15 +112,24 @@ def _hashes(texts: dict[str, Optional[str]]) -> dict[str, Optional[str]]:
     }
 
 
-def _texts(source: Any, index: int, columns: Optional[Sequence[str]], rank: int) -> dict[str, Optional[str]]:
+def _texts(source: Any, index: int, columns: Optional[Sequence[str]]) -> dict[str, Optional[str]]:
     """Return a sample's columns as texts; None for a column that changes with every read or cannot be compared."""
 
     def read() -> dict[str, Optional[str]]:
-        row = check_row(source[index], index, rank)
-        return {name: _text_of_column(value) for name, value in row.items() if columns is None or name in columns}
+        return {name: _text_of_column(value) for name, value in _items(source[index], columns).items()}
 
     first, second = read(), read()
     return {name: first.get(name) if first.get(name) == second.get(name) else None for name in {**first, **second}}
+
+
+def _items(sample: Any, columns: Optional[Sequence[str]]) -> Mapping[str, Any]:
+    """Return what is compared of a sample by name: the used columns, items, attributes, or the sample itself."""
+    if isinstance(sample, Mapping):
+        return {name: value for name, value in sample.items() if columns is None or name in columns}
+    if isinstance(sample, (tuple, list)):
+        return {f"item {number}": item for number, item in enumerate(sample)}
+    is_object = hasattr(sample, "__dict__") and not hasattr(sample, "dtype")
+    return vars(sample) if is_object else {"the sample": sample}
 
 
 class _UnknownKindError(TypeError):

@@ -14,7 +14,7 @@ from typing import Any, Callable, Optional, Union
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.batches import Batch, Collator, as_arrays, check_row, default_collate, num_rows_of
+from mindnlp_dp.data.batches import Batch, Collator, collated, num_rows_of
 from mindnlp_dp.data.dataset_consistency import digest_of_lengths, sample_digests
 from mindnlp_dp.data.sampler import GlobalBatchSampler, accumulation_steps_to_keep
 from mindnlp_dp.runtime.partition import split_evenly
@@ -39,7 +39,7 @@ class IndexedLoader:
         self._group = group
         self._readers = readers or group
         self._sample_digests: Optional[dict[str, str]] = None
-        self._collate = collate or default_collate
+        self._collate = collate
         self._columns = columns
 
     @property
@@ -97,11 +97,8 @@ class IndexedLoader:
             rows = self.dataset.__getitems__(indices.tolist())
         else:
             rows = [self.dataset[int(index)] for index in indices]
-        if rows:
-            check_row(rows[0], int(indices[0]), self._group.rank)
-        if self._columns is not None:
-            rows = [{name: value for name, value in row.items() if name in self._columns} for row in rows]
-        return Batch(as_arrays(self._collate(rows)), indices, positions, is_on_all_ranks=is_on_all_ranks)
+        columns = collated(rows, indices.tolist(), self._group.rank, self._collate, self._columns)
+        return Batch(columns, indices, positions, is_on_all_ranks=is_on_all_ranks)
 
 
 class PipelineLoader:

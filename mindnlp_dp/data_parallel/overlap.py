@@ -164,7 +164,7 @@ class Overlap:
         runner.submit(agree)
 
     def _on_gradient(self, index: int, gradient: Any) -> None:
-        if self._weight is None:
+        if self._weight is None or not self._parameters[index].requires_grad:
             return
         try:
             self._evidence.append((index, gradient, self._inspection.fingerprint(gradient)))

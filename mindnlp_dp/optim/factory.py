@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Iterable
 from typing import Any, Optional, Union
 
 import mindspore
 
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.model_scope import ModelScope
@@ -26,6 +28,9 @@ from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.versions import mindnlp_series
 
 ZERO_STAGES = (0, 1, 2, "auto")
+
+# The number of names that a message shows.
+_SHOWN = 3
 
 
 def check_zero_stage(zero_stage: Any) -> Union[int, str]:
@@ -44,10 +49,13 @@ def make_updater(
     zero_stage: Union[int, str] = "auto",
     scheduler: Any = None,
     scope: Optional[ModelScope] = None,
+    *,
+    shows_gradients: bool = False,
 ) -> Updater:
     """Return the updater of ``optimizer`` for gradients that ``window`` exchanges. A collective.
 
-    ``scope`` names the ranks that the model is sharded over, if it is sharded.
+    ``scope`` names the ranks that the model is sharded over, if it is sharded. With ``shows_gradients``, the averaged
+    gradients are at the parameters before each update, and the optimizer's own code updates.
 
     Raises:
         ValueError: If the update cannot be sharded as ``zero_stage`` says, or this optimizer cannot update a sharded
@@ -74,23 +82,26 @@ def make_updater(
     if isinstance(optimizer, mindspore.nn.Optimizer):
         unshare(window.parameters)
         return MindSporeUpdater(optimizer, window.parameters)
-    rule = None if window.group.on_device else rule_for(optimizer, window)
+    rule = None if window.group.on_device or shows_gradients else rule_for(optimizer, window)
     stage, why = (
         (0, reason) if zero_stage == "auto" and reason else _stage(zero_stage, window, has_rule=rule is not None)
     )
     if zero_stage == "auto" and window.group.world_size > 1 and window.group.is_main:
         _say_once(f'zero_stage="auto" is {stage} here: {why}')
-    if rule is not None and isinstance(window, GradientSynchronizer):
-        from mindnlp_dp.optim.flat_updater import FlatUpdater
+    from mindnlp_dp.optim.flat_updater import FlatUpdater, give_back_state
 
+    if rule is not None and isinstance(window, GradientSynchronizer):
         # Between hosts, weights are more bytes than gradients, whose blocks of zeros are not sent.
         shard_scope = "host" if zero_stage == "auto" else "world"
         may_share = _dispatches_synchronously()
         return FlatUpdater(
             optimizer, window, rule, stage, scheduler, may_share=may_share, shard_scope=shard_scope, scope=scope
         )
+    if not window.group.on_device:
+        give_back_state(optimizer, window.parameters)
     # A device slice contains several parameters, and the norm of a sharded model may count only some of them.
-    if stage and scope.is_whole and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
+    is_whole = scope.is_whole and not shows_gradients
+    if stage and is_whole and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
         from mindnlp_dp.optim.device_updater import DeviceUpdater
 
         return DeviceUpdater(optimizer, window, stage, scheduler)
@@ -141,6 +152,25 @@ def _check_agreement(optimizer: Any, window: GradientAccumulator, zero_stage: Un
                     f"ranks must update in the same way: {what} is {first} on rank 0, and {theirs.get(what)} on rank "
                     f"{rank}; make the optimizer and the step the same way on every rank"
                 )
+
+
+def warn_of_parameters_left_out(optimizer: Any, named: Iterable[tuple[str, Any]], group: ProcessGroup) -> None:
+    """Warn on the main rank that the optimizer has some of these trainable parameters in no group.
+
+    ``named`` are the parameters' names and the parameters.
+    """
+    known = {id(p) for each in optimizer.param_groups for p in each["params"]}
+    left_out = [name for name, p in named if p.requires_grad and id(p) not in known]
+    if left_out and group.is_main:
+        more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
+        warnings.warn(
+            f"trainable parameters are in no group of {type(optimizer).__name__}, which does not change them: "
+            f"{', '.join(map(repr, left_out[:_SHOWN]))}{more}. If they were unfrozen, or the model was replaced, make "
+            "a new optimizer (in a Trainer: trainer.optimizer = trainer.lr_scheduler = None before train()); if they "
+            "are to stay as they are, set requires_grad = False",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _warn_of_small_types(optimizer: Any, window: GradientAccumulator) -> None:

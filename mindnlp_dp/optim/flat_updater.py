@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -117,6 +117,10 @@ class FlatUpdater(MindNLPUpdater):
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         return Updater.clip(self, gradients, max_norm)
+
+    def show(self, gradients: Any, look: Callable[[], None]) -> Any:
+        # The gradients are in the buckets, and on several ranks each has a part of them.
+        return Updater.show(self, gradients, look)
 
     def scale(self, gradients: Any, factor: float) -> Any:
         self._scale = factor
@@ -237,12 +241,7 @@ class FlatUpdater(MindNLPUpdater):
                     for name in self._state.arrays:
                         entry[name] = self._state.view(index, name)
                 if self._rule.counts_steps:
-                    entry["step"] = self._step_of_its_own(steps)
-
-    @staticmethod
-    def _step_of_its_own(steps: int) -> Any:
-        # Optimizers of MindNLP 0.5 increment the step in place.
-        return mindnlp_api().tensor(float(steps)) if mindnlp_series() == "0.5" else steps
+                    entry["step"] = _step_of_its_own(steps)
 
     def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         self._take_back()
@@ -272,3 +271,15 @@ class FlatUpdater(MindNLPUpdater):
         states = {id(everything[int(number)]): state for number, state in saved["state"].items()}
         self._owners.load(self.optimizer, states)
         self._adopt_state(self._state)
+
+
+def give_back_state(optimizer: Any, parameters: Sequence[Any]) -> None:
+    """Give an optimizer that had a :class:`FlatUpdater` the full state of these parameters. A collective."""
+    registry = _owners_of.get(optimizer)
+    if registry is not None:
+        registry.give_back(optimizer, parameters, _step_of_its_own)
+
+
+def _step_of_its_own(steps: int) -> Any:
+    # Optimizers of MindNLP 0.5 increment the step in place.
+    return mindnlp_api().tensor(float(steps)) if mindnlp_series() == "0.5" else steps

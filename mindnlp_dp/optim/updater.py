@@ -85,6 +85,7 @@ class Updater(abc.ABC):
         *,
         span: Callable[[str], contextlib.AbstractContextManager[None]] = _no_span,
         on_problem: Callable[[str], None] = lambda problem: None,
+        before_update: Optional[Callable[[], None]] = None,
         after_update: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Clip averaged gradients to ``max_norm``, update the weights, and step the scheduler. A collective.
@@ -95,7 +96,8 @@ class Updater(abc.ABC):
         Args:
             span: A function that returns a context for each stage of the update, such as one that measures it.
             on_problem: A function that is told why the weights stay; if it raises, the scheduler does not step.
-            after_update: A function that completes an update of the weights.
+            before_update: A function that is called between clipping and the update, and may look at the gradients.
+            after_update: A function that is called when the weights are updated, before the scheduler steps.
         """
         result = StepResult()
         if gradients is not None:
@@ -109,6 +111,8 @@ class Updater(abc.ABC):
             if result.problem:
                 on_problem(result.problem)
             else:
+                if before_update is not None:
+                    gradients = self.show(gradients, before_update)
                 self.is_updating = True
                 with span("update"):
                     self.update(gradients)
@@ -129,6 +133,14 @@ class Updater(abc.ABC):
             # MindNLP's clipping does the same: if the square overflows float32, the gradient is not usable.
             norm = math.inf
         return self.scale(gradients, min(1.0, max_norm / (norm + 1e-6))), norm
+
+    def show(self, gradients: Any, look: Callable[[], None]) -> Any:
+        """Call a function while the averaged gradients are at their parameters, if this updater has them there.
+
+        Returns the gradients to use, which the function may have changed.
+        """
+        look()
+        return gradients
 
     def follows_optimizer(self) -> bool:
         """Return whether this updater still computes what the optimizer itself would compute, on this rank."""
@@ -221,9 +233,21 @@ class MindNLPUpdater(Updater):
             for group, whole in zip(groups, everything):
                 group["params"] = whole
 
+    def show(self, gradients: Any, look: Callable[[], None]) -> Any:
+        self._attach(gradients)
+        look()
+        return [parameter.grad for parameter in self.parameters]
+
     def finish(self) -> None:
+        # Some schedules ask the optimizer for the rate of parameters that have gradients, such as Adafactor's.
+        self._step_scheduler()
+        self._release_gradients()
+
+    def _release_gradients(self) -> None:
         # The next window's result can then reuse the memory of these gradients.
         self._attach([None] * len(self.parameters))
+
+    def _step_scheduler(self) -> None:
         # A plateau scheduler needs a metric, so it does not step after every update.
         if self.scheduler is not None and not isinstance(
             self.scheduler, mindnlp_api().optim.lr_scheduler.ReduceLROnPlateau

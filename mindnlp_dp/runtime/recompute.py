@@ -35,7 +35,8 @@ def enable_recompute(model: Any, layers: RecomputeLayers = True) -> list[str]:
 
     Args:
         model: a model of MindNLP, or a cell that runs in PyNative mode.
-        layers: True: all layers, which are the members of the model's lists of layers. A number n: every n-th member of
+        layers: True: all layers, which are the members of the model's lists of layers (of several modules each, if
+            there are such). A number n: every n-th member of
             each list, beginning with the first; ``"2"`` means the same as 2. One or several shell patterns: the modules
             with these names; the beginning of a name may be left out, as in ``"encoder.layer.[0-5]"``. False: none.
 
@@ -204,10 +205,15 @@ def _unchanged_statistics(layer: Any) -> Iterator[None]:
 
 
 def _chosen(model: Any, modules: dict[str, Any], layers: RecomputeLayers) -> dict[str, Any]:
-    members = _outermost({name: (layer, number) for name, layer, number in _members_of_lists(modules)})
+    # Where no list has layers of several modules, such as an encoder's, its members may be single ones.
+    found_in_lists = list(_members_of_lists(modules, _is_composite)) or list(_members_of_lists(modules, _has_weights))
+    members = _outermost({name: (layer, number) for name, layer, number in found_in_lists})
     if isinstance(layers, int):
         if not members:
-            raise ValueError(f"{type(model).__name__} has no list of layers to recompute; name them by a pattern")
+            raise ValueError(
+                f"{type(model).__name__} has no list of layers to recompute; name them by a pattern: pass "
+                "recompute_layers to DataParallelArguments, or call mindnlp_dp.enable_recompute(model, pattern)"
+            )
         return {name: layer for name, (layer, number) in members.items() if number % layers == 0}
     candidates = {name: module for name, module in modules.items() if _has_weights(module)}
     # Other stages of a pipeline have the layers that this one has not.
@@ -232,12 +238,12 @@ def _matches(name: str, pattern: str) -> bool:
     return bool(name) and (fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"))
 
 
-def _members_of_lists(modules: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
-    """Yield the name, the module, and the number in its list of each layer: a member with weights and submodules."""
+def _members_of_lists(modules: dict[str, Any], is_layer: Callable[[Any], bool]) -> Iterator[tuple[str, Any, int]]:
+    """Yield the name, the module, and the number in its list of each member that is a layer."""
     for name, module in modules.items():
         if _is_list(module):
             for number, (member, layer) in enumerate(_members(name, modules)):
-                if not _is_list(layer) and _is_composite(layer):
+                if not _is_list(layer) and is_layer(layer):
                     yield member, layer, number
 
 

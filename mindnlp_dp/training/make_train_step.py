@@ -23,7 +23,7 @@ from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.data_parallel.naive import ExternalReducer
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
-from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.optim.factory import make_updater, warn_of_parameters_left_out
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel, replicated_on_all_ranks
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
@@ -133,13 +133,17 @@ def make_train_step(
         if jit:
             raise ValueError("recompute is for PyNative mode; with jit=True call the cells' own recompute() method")
         _recompute(forward_fn, parameters, model, recompute)
-    check_values(_with_names(parameters, model), group)
+    named = _with_names(parameters, model)
+    check_values(named, group)
+    if not is_plain:
+        # An optimizer of mindspore.nn has exactly these parameters.
+        warn_of_parameters_left_out(optimizer, named, group)
     window: GradientAccumulator
     if reducer is not None:
         window = ExternalReducer(parameters, reducer, group)
     else:
-        named = [(getattr(p, "name_in_whole", str(number)), p) for number, p in enumerate(parameters)]
-        window = replicated.gradient_exchange(named, **exchange)
+        exchanged = [(getattr(p, "name_in_whole", str(number)), p) for number, p in enumerate(parameters)]
+        window = replicated.gradient_exchange(exchanged, **exchange)
     losses = LossMeter(replicated.group)
     replicated.check_optimizer(optimizer, parameters)
     updater = make_updater(optimizer, window, zero_stage, scheduler, replicated.scope(parameters))

@@ -34,7 +34,8 @@ class TrainStep:
     It takes the micro-steps one by one as they are computed. If a loss is NaN or infinite, its micro-step is left out
     with a warning; if the averaged gradient is, the update is left out. Without ``leave_out_bad_losses`` both raise
     FloatingPointError on every rank. ``resync_tied_weights`` is called after every update of the weights, and
-    ``adapters`` checks the gradients of the first one.
+    ``adapters`` checks the gradients of the first one. ``before_update`` and ``after_update`` are called around the
+    optimizer's step, the latter before the scheduler steps.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class TrainStep:
         timeline: Optional[StepTimeline] = None,
         resync_tied_weights: Callable[[], None] = lambda: None,
         adapters: Optional[AdapterCheck] = None,
+        before_update: Optional[Callable[[], None]] = None,
+        after_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.synchronizer = synchronizer
         self.updater = updater
@@ -57,6 +60,7 @@ class TrainStep:
         self.timeline = timeline or StepTimeline(synchronizer.group)
         self._resync_tied_weights = resync_tied_weights
         self._adapters = adapters
+        self._before_update, self._after_update = before_update, after_update
         self.num_updates = 0
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
@@ -73,7 +77,7 @@ class TrainStep:
                 gradients if sync.total_weight > 0 else None, self.max_grad_norm,
                 span=functools.partial(self.timeline.span, step=step),
                 on_problem=functools.partial(report_nonfinite_gradient, step=step, go_on=self.leave_out_bad_losses),
-                after_update=self._resync_tied_weights,
+                before_update=self._before_update, after_update=self._complete_update,
             )  # fmt: skip
         self.num_updates += 1
         for loss, weight in losses:
@@ -82,8 +86,12 @@ class TrainStep:
         with heartbeat.waiting("the update"):
             self.updater.release()
         sync.repack_if_learned()
-        heartbeat.finish_update(step + 1, losses, sync.total_weight)
+        heartbeat.finish_update(step + 1, losses, sync.num_samples)
         return result.norm
+
+    def _complete_update(self) -> None:
+        self._resync_tied_weights()
+        self._after_update()
 
     def _exchange(self, step: int) -> Any:
         """Average the gradients of the window over the ranks. A collective."""
@@ -103,12 +111,16 @@ class TrainStep:
         try:
             for micro in micro_steps:
                 heartbeat.step()
+                sync.count(micro.num_samples / micro.loss_replication)
                 if micro.gradients is None:
                     sync.skip()
                 elif math.isfinite(micro.loss) and not micro.has_nonfinite_peer:
                     if self._adapters is not None:
                         self._adapters.look(micro.gradients)
-                    sync.accumulate(micro.gradients, micro.weight / micro.loss_replication)
+                    # A parameter may have been frozen after training began: as in PyTorch, it is not updated.
+                    pairs = zip(sync.parameters, micro.gradients)
+                    gradients = [gradient if parameter.requires_grad else None for parameter, gradient in pairs]
+                    sync.accumulate(gradients, micro.weight / micro.loss_replication)
                     losses.append((micro.loss, micro.weight))
                 else:
                     sync.skip()

@@ -292,3 +292,65 @@ def test_an_early_stop_without_checkpoints(group, tmp_path):
     )  # fmt: skip
     # The first score is the best, and the next two do not improve on it.
     assert (trainer.state.global_step, trainer.state.best_metric) == (3, 1.0)
+
+
+class Watches(TrainerCallback):
+    """Records the events of an update, with the rates and the weight and gradient of one parameter."""
+
+    def __init__(self):
+        self.events, self.gradients, self.moved = [], [], []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_") and name in ("on_step_begin", "on_substep_end", "on_step_end", "on_log"):
+            self.events.append(name)
+        return super().__getattribute__(name)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, lr_scheduler=None, **kwargs):
+        self.events.append("on_pre_optimizer_step")
+        self.before, self.rate = model.classifier.out_proj.bias.asnumpy().copy(), lr_scheduler.get_last_lr()[0]
+        self.gradients.append(model.classifier.out_proj.bias.grad.asnumpy().copy())
+
+    def on_optimizer_step(self, args, state, control, model=None, lr_scheduler=None, **kwargs):
+        self.events.append("on_optimizer_step")
+        assert lr_scheduler.get_last_lr()[0] == self.rate
+        self.moved.append((model.classifier.out_proj.bias.asnumpy() - self.before) / self.rate)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("zero_stage", ["auto", 1])
+def test_callbacks_see_the_events_around_the_optimizers_step(group, tmp_path, zero_stage):
+    watches = Watches()
+    train(
+        tiny_roberta(), Rows(16 * group.world_size), tmp_path, per_device_train_batch_size=2, optim="sgd", max_steps=2,
+        gradient_accumulation_steps=2, max_grad_norm=0, callbacks=[watches], zero_stage=zero_stage, logging_steps=5,
+    )  # fmt: skip
+    once = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
+    assert [event for event in watches.events if event != "on_log"] == 2 * once
+    for gradient, moved in zip(watches.gradients, watches.moved):
+        np.testing.assert_allclose(moved, -gradient, rtol=1e-3, atol=1e-6)
+    assert same_on_every_rank(group, np.concatenate(watches.gradients).tolist())
+
+
+def test_an_event_that_only_one_rank_takes_does_not_part_the_ranks(group, tmp_path):
+    watches = Watches()
+    trainer = train(
+        tiny_roberta(), Rows(8 * group.world_size), tmp_path, per_device_train_batch_size=2, optim="sgd", max_steps=2,
+        callbacks=[watches] if group.is_main else [],
+    )  # fmt: skip
+    assert len(watches.moved) == (2 if group.is_main else 0)
+    dp.assert_replicas_in_sync(trainer.model)
+
+
+def test_a_callback_may_change_the_averaged_gradients(group, tmp_path):
+    class Zeroes(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            for parameter in model.roberta.parameters():
+                parameter.grad = parameter.grad * 0 if parameter.grad is not None else None
+
+    before = weights(tiny_roberta())
+    trainer = train(
+        tiny_roberta(), Rows(8 * group.world_size), tmp_path, per_device_train_batch_size=2, optim="sgd", max_steps=2,
+        callbacks=[Zeroes()],
+    )  # fmt: skip
+    for name, weight in weights(trainer.model).items():
+        assert np.array_equal(weight, before[name]) == (not name.startswith("classifier")), name

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
+import mindspore
 import numpy as np
 import pytest
-from library import set_seed, settings_here
+from library import TrainerCallback, is_0_5, set_seed, settings_here
 from mindnlp.transformers import RobertaForSequenceClassification, RobertaForTokenClassification
 
 import mindnlp_dp as dp
 from mindnlp_dp.training.evaluate import OrderedGatherer
-from models import NUM_LABELS, Rows, alone, tiny_config, tiny_roberta
+from models import NUM_LABELS, Rows, alone, tiny_config, tiny_roberta, train
 
 pytestmark = pytest.mark.core
 
@@ -127,3 +130,50 @@ def test_metrics_that_fail_fail_on_every_rank(group, tmp_path):
     trainer = evaluated(tiny_roberta(), Rows(4), tmp_path, compute_metrics=metrics)
     with pytest.raises(KeyError, match="no such class"):
         trainer.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (None, "compute_metrics returned None, expected a dict of names and numbers"),
+        (0.5, "compute_metrics returned a value of type float, expected a dict"),
+        ({"kind": {1, 2}}, "compute_metrics returned 'kind' with a value of type set, which the log"),
+        ({"ok": 1.0, 3: 0.5}, "compute_metrics returned 3 with a value of type float, .*names are texts"),
+    ],
+)
+def test_metrics_that_the_log_cannot_hold_are_named_on_every_rank(group, tmp_path, returned, told):
+    with pytest.raises(TypeError, match=told):
+        evaluated(tiny_roberta(), Rows(4), tmp_path, compute_metrics=lambda prediction: returned).evaluate()
+
+
+def test_arrays_among_the_metrics_are_saved_as_lists(group, shared_tmp_path):
+    def metrics(prediction):
+        tensors = {"many": mindspore.Tensor([1, 2]), "one": mindspore.Tensor([3])}
+        return {"confusion": np.array([[1, 2], [3, 4]]), "score": np.float32(0.5), "of": tensors}
+
+    trainer = train(
+        tiny_roberta(), Rows(4), shared_tmp_path, eval_dataset=Rows(4), compute_metrics=metrics,
+        evaluation_strategy="epoch", save_strategy="epoch",
+    )  # fmt: skip
+    (saved,) = shared_tmp_path.glob("checkpoint-*/trainer_state.json")
+    (logged,) = (row for row in json.loads(saved.read_text())["log_history"] if "eval_score" in row)
+    assert (logged["eval_confusion"], logged["eval_of"]) == ([[1, 2], [3, 4]], {"many": [1, 2], "one": 3})
+    assert trainer.evaluate()["eval_score"] == 0.5
+
+
+def test_an_evaluation_without_data_is_an_error_before_training(group, tmp_path):
+    settings = {"evaluation_strategy": "epoch"}
+    with pytest.raises(ValueError, match=r"eval(uation)?_strategy.*eval_dataset"):
+        train(tiny_roberta(), Rows(4), tmp_path, callbacks=[NeverBegins()], **settings)
+
+    class Own(dp.DataParallelTrainer):
+        def evaluate(self, *args, **kwargs):
+            return {"eval_own": 1.0}
+
+    if not is_0_5:
+        assert train(tiny_roberta(), Rows(4), tmp_path, trainer_class=Own, **settings).state.global_step
+
+
+class NeverBegins(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        raise AssertionError

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
+import warnings
 import weakref
 
 import mindspore
@@ -89,6 +91,38 @@ def test_a_users_own_trainer_and_plain_arguments(group, tmp_path):
     dp.assert_replicas_in_sync(trainer.model)
     with pytest.raises(TypeError, match="args must be a DataParallelArguments, got dict; write args ="):
         MyTrainer(tiny_roberta(), {}, train_dataset=Rows(4))
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, dp.DataParallelArguments])
+def test_arguments_that_a_user_did_not_set_give_no_warning(group, tmp_path, kind):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=RuntimeWarning)
+        trainer = MyTrainer(tiny_roberta(), kind(str(tmp_path)), train_dataset=Rows(4))
+        # A converted copy, as a second Trainer gets it.
+        MyTrainer(tiny_roberta(), trainer.args, train_dataset=Rows(4))
+        MyTrainer(tiny_roberta(), train_dataset=Rows(4))
+
+
+def test_the_size_of_a_run_is_logged_on_rank_0_at_level_info(group, tmp_path):
+    shown = []
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())
+    root = logging.getLogger(Trainer.__module__.partition(".")[0])
+    level = root.level
+    root.addHandler(handler)
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 2}
+    try:
+        train(tiny_roberta(), Rows(12 * group.world_size), tmp_path, log_level="info", **settings)
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    assert ("***** Running training *****" in shown) == group.is_main
+    block = shown[shown.index("***** Running training *****") :] if group.is_main else []
+    for line in (
+        f"Num examples = {12 * group.world_size}", f"= {6 * group.world_size}", f"Number of ranks = {group.world_size}",
+        "Gradient Accumulation steps = 3", "Total optimization steps = 2",
+    ):  # fmt: skip
+        assert any(each.endswith(line) for each in block) == group.is_main, (line, shown)
 
 
 def test_gradients_are_exchanged_once_an_update(group, tmp_path, monkeypatch):

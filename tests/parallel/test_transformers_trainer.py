@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -135,20 +136,39 @@ def test_smoothed_labels_of_a_causal_model_weigh_by_what_they_are_a_mean_of(grou
         np.testing.assert_allclose(weights(ours.model)[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
+def test_files_come_from_the_hub_unless_the_user_names_another_endpoint():
+    import huggingface_hub
+    import transformers.utils.hub
+
+    expected = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    assert huggingface_hub.constants.ENDPOINT == transformers.utils.hub.HUGGINGFACE_CO_RESOLVE_ENDPOINT == expected
+
+
+def test_the_log_has_the_rate_of_each_update_as_transformers_logs_it(group, tmp_path):
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    def rates(**settings):
+        settings = {"max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 2, **settings}
+        trainer = train(tiny_roberta(), Rows(8 * group.world_size), tmp_path, **settings)
+        return [row["learning_rate"] for row in trainer.state.log_history if "loss" in row], trainer.optimizer
+
+    np.testing.assert_allclose(rates(learning_rate=3e-3, warmup_steps=1)[0], [0, 3e-3, 2e-3, 1e-3])
+
+    class Relative(dp.DataParallelTrainer):
+        """A Trainer whose optimizer has a rate that depends on the size of the weights."""
+
+        def create_optimizer_and_scheduler(self, num_training_steps):
+            self.optimizer = Adafactor(self.model.parameters(), relative_step=True, warmup_init=True, lr=None)
+            self.lr_scheduler = AdafactorSchedule(self.optimizer)
+
+    logged, optimizer = rates(trainer_class=Relative)
+    assert logged[0] == 0
+    assert all(0 < before < after for before, after in zip(logged[1:], logged[2:]))
+    assert optimizer.param_groups[0]["lr"] > logged[-1]
+
+
 @pytest.mark.core
 def test_what_would_have_no_effect_is_refused(group, tmp_path):
-    class Weighted(dp.DataParallelTrainer):
-        def _get_train_sampler(self, *args, **kwargs):
-            raise AssertionError
-
-    class Chosen(dp.DataParallelTrainer):
-        def _get_eval_sampler(self, *args, **kwargs):
-            raise AssertionError
-
-    with pytest.raises(ValueError, match="its own _get_train_sampler, which is not called"):
-        train(tiny_roberta(), Rows(8), tmp_path, trainer_class=Weighted)
-    with pytest.raises(ValueError, match="its own _get_eval_sampler, which is not called"):
-        train(tiny_roberta(), Rows(8), tmp_path, trainer_class=Chosen, eval_dataset=Rows(8), eval_strategy="epoch")
     with pytest.warns(RuntimeWarning, match="dataloader_num_workers has no effect"):
         dp.DataParallelArguments(str(tmp_path), dataloader_num_workers=2)
     for settings, message in [

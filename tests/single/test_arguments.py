@@ -12,6 +12,7 @@ from mindnlp_dp.data.dataset_adapter import mapped
 from mindnlp_dp.data_parallel.synchronizer import DEFAULT_BUCKET_CAP_MB
 from mindnlp_dp.training.trainer.callbacks import callback_states, load_callback_states
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import upgrade_arguments
+from models import Rows, tiny_roberta
 
 
 @dataclass
@@ -71,6 +72,16 @@ def test_who_logs_and_who_saves(monkeypatch, tmp_path, ranks, on_each_node, expe
 def test_settings_that_mindnlp_would_ignore_or_die_of(tmp_path):
     with pytest.warns(RuntimeWarning, match="fp16 has no effect on training in MindNLP 0.4.1"):
         dp.DataParallelArguments(str(tmp_path), fp16=True)
+
+
+def test_an_evaluation_in_bfloat16_is_refused_on_a_cpu(tmp_path):
+    with pytest.raises(ValueError, match="bf16_full_eval is not supported on a CPU"):
+        dp.DataParallelArguments(str(tmp_path), bf16_full_eval=True)
+    with pytest.raises(ValueError, match="bf16_full_eval is not supported on a CPU"):
+        dp.DataParallelTrainer(tiny_roberta(), TrainingArguments(str(tmp_path), bf16_full_eval=True))
+    args = dp.DataParallelArguments(str(tmp_path), fp16_full_eval=True)
+    trainer = dp.DataParallelTrainer(tiny_roberta(), args, eval_dataset=Rows(4))
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
 def test_workers_that_nobody_starts_are_named(tmp_path):

@@ -178,6 +178,17 @@ def test_every_table_of_measurements_has_its_command():
         assert re.search(r"(?:benchmarks|scripts|tests)/\w+|bench_\w+\.(?:py|sh)", section), section.splitlines()[0]
 
 
+def test_every_setting_that_is_refused_or_has_no_effect_is_listed():
+    page = read(DOCS / "arguments.md")
+    section = page[page.index("## What the Trainers refuse") : page.index("## scripts/finetune.py")]
+    source = read(ROOT / "mindnlp_dp/training/trainer/mindnlp_0_5/arguments.py")
+    source += read(ROOT / "mindnlp_dp/training/trainer/mindnlp_0_4/arguments.py")
+    lists = re.findall(r"^(?:_NOT_HERE|_WITHOUT_EFFECT|_OF_PIPELINES) = \(([^)]+)\)", source, re.MULTILINE)
+    names = [name for each in lists for name in re.findall(r'"(\w+)"', each)]
+    assert len(lists) == 3
+    assert [name for name in names if f"`{name}" not in section] == []
+
+
 # --- troubleshooting.md ---
 
 

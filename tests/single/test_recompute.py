@@ -239,6 +239,8 @@ STACKS = {
     "a list that grows": (lambda: [Block(), Block(), Block()], growing_list, 3),
     "a dictionary that changes": (lambda: [Block(), Block()], changing_dictionary, 2),
     "sequences of operators": (lambda: [sequence(), sequence()], in_turn, 2),
+    "single modules": (lambda: [nn.Linear(8, 8), nn.Linear(8, 8)], in_turn, 2),
+    "single modules beside layers": (lambda: [Block(), nn.Linear(8, 8), Block()], in_turn, 2),
     "sequences of layers": (lambda: [nn.Sequential(Block(), Block()), nn.Sequential(Block())], in_turn, 3),
 }
 

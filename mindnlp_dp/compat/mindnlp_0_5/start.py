@@ -62,11 +62,15 @@ def _tensors_have_a_device(module: types.ModuleType) -> Iterator[None]:
         mindspore.Tensor._device = module.device("cpu")
 
 
-# Versions: MindNLP 0.5.1. Cause: its import sets HF_ENDPOINT, so that Hugging Face's files come from a mirror.
+# Versions: MindNLP 0.5.1. Cause: where HF_ENDPOINT is not set, its import sets it to a mirror, and imports libraries
+# that copy it, such as huggingface_hub; so it must have a value before.
 # Remove when: MindNLP leaves HF_ENDPOINT to the user.
 @around("mindnlp")
 def _keep_the_users_endpoint(module: types.ModuleType) -> Iterator[None]:
-    users_own = os.environ.get("HF_ENDPOINT")
-    yield
-    if users_own is None:
-        os.environ.pop("HF_ENDPOINT", None)
+    is_users_own = "HF_ENDPOINT" in os.environ
+    os.environ.setdefault("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        yield
+    finally:
+        if not is_users_own:
+            os.environ.pop("HF_ENDPOINT", None)

@@ -57,6 +57,11 @@ class ParameterwiseZeroUpdater(MindNLPUpdater):
         for owner in range(self._group.world_size):
             self._send_weights([p for p in used if self._owners[id(p)] == owner], owner)
 
+    def finish(self) -> None:
+        # Other ranks own most of the optimizer's state, which a schedule would look for where gradients are.
+        self._release_gradients()
+        self._step_scheduler()
+
     def _send_weights(self, parameters: Sequence[Any], owner: int) -> None:
         """Broadcast the weights of one owner, with one message for each data type."""
         by_type: dict[np.dtype, list[tuple[Any, np.ndarray]]] = {}

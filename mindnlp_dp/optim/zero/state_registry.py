@@ -6,7 +6,7 @@ It also gathers the full state of a parameter, for checkpoints and for a new spl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
-from mindnlp_dp.runtime.arrays import aligned_zeros, number_of, to_host
+from mindnlp_dp.runtime.arrays import aligned_zeros, from_host, number_of, to_host
 from mindnlp_dp.runtime.sharded_array import FlatLayout, ShardedArray
 
 # Ranks gather a parameter's state in messages of this many elements: larger ones need more memory and are not faster.
@@ -172,6 +172,20 @@ class OptimizerStateRegistry:
         self._owners.clear()
         self._loaded.clear()
         self.adopt(states)
+
+    def give_back(self, optimizer: Any, parameters: Sequence[Any], step_of: Callable[[int], Any]) -> None:
+        """Put the full state of these parameters into the optimizer's own ``state``, for its own code. A collective.
+
+        ``step_of`` makes a number of updates what the optimizer's code takes.
+        """
+        for parameter in parameters:
+            entry = dict(self._loaded.pop(id(parameter), {}))
+            shards, index = self._owners.pop(id(parameter), (None, 0))
+            if shards is not None and shards.steps[index]:
+                entry = {name: from_host(shards.whole(index, name).copy(), "float32") for name in shards.arrays}
+                entry["step"] = step_of(shards.steps[index])
+            if entry:
+                optimizer.state[parameter].update(entry)
 
     def adopt(self, states: dict[int, Mapping[str, Any]]) -> None:
         """Replace the recorded state of some parameters by ``states``, by the parameters' ids."""

@@ -147,14 +147,18 @@ class Pipeline:
                     loss = self._loss(share, output, came)
                     gradients = self._run_backward(share, (received, output), (came[0], loss), parameters)
                     order.popleft()
+                    result = functools.partial(
+                        MicroStep, weight=batch.weight, indices=batch.indices, loss_replication=loss_replication,
+                        num_samples=batch.num_rows,
+                    )  # fmt: skip
                     # Yield within the span: accumulating the gradients counts as part of the backward pass.
                     if not np.isfinite(loss):
-                        yield MicroStep(loss, gradients, batch.weight, batch.indices, loss_replication=loss_replication)
+                        yield result(loss, gradients)
                         continue
                     if kept is not None:
                         yield kept
                     mine = ties.take(gradients, batch.weight / loss_replication)
-                    kept = MicroStep(loss, mine, batch.weight, batch.indices, loss_replication=loss_replication)
+                    kept = result(loss, mine)
             pynative_executor.set_grad_flag(False)
             if kept is not None and kept.gradients is not None:
                 yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.weight))

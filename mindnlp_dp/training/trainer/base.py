@@ -9,8 +9,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 import numpy as np
 
@@ -34,13 +35,31 @@ from mindnlp_dp.parallel.replicated_model import (
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.random_state import restored_generators
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
+from mindnlp_dp.training.trainer.callbacks import AFTER_OPTIMIZER, call_optimizer_event
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
-from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
+from mindnlp_dp.training.trainer.mindnlp_trainer import (
+    EVAL_STRATEGY,
+    EvalLoopOutput,
+    PreTrainedModel,
+    TrainerCallback,
+)
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
 from mindnlp_dp.training.trainer.shrink_recovery import can_shrink, state_of_survivors
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
 from mindnlp_dp.training.trainer.training_loop import TrainingLoop
 from mindnlp_dp.training.uninitialized_weights import check_values
+
+# The packages whose Trainers are not the user's own.
+_LIBRARIES = ("mindnlp", "mindnlp_dp", "transformers")
+
+# Methods of a Trainer that are not called here with any library, and what to do instead of overriding them.
+_ORDER = "samples are distributed in an order that all ranks know; choose, weigh or order them in the data set"
+NOT_CALLED = {
+    "_get_train_sampler": _ORDER,
+    "_get_eval_sampler": _ORDER,
+    "_maybe_log_save_evaluate": "all ranks decide together when to log, evaluate and save; use a callback, or override "
+    "log, evaluate or save_model",
+}
 
 
 class DataParallelTrainerBase(abc.ABC):
@@ -52,10 +71,17 @@ class DataParallelTrainerBase(abc.ABC):
     state: Any
     # The run whose checkpoints train() writes.
     run_id: RunId
+    eval_dataset: Any
     preprocess_logits_for_metrics: Any
     training_loop: TrainingLoop
 
+    # The methods of the library's Trainer that are not called, and what to do instead of overriding them.
+    not_called: ClassVar[Mapping[str, str]] = NOT_CALLED
+
     def __init__(self, model: Any, args: DataParallelArgumentsBase, *rest: Any, **kwargs: Any) -> None:
+        for name, instead in self.not_called.items():
+            if self._has_own(name):
+                raise ValueError(f"{type(self).__name__} has its own {name}, which is not called: {instead}")
         # The ranks among which samples are split, and all ranks, which may hold shards of the model.
         self.group, self.world = get_data_group(), get_process_group()
         self._synchronizer: Optional[GradientAccumulator] = None
@@ -71,6 +97,8 @@ class DataParallelTrainerBase(abc.ABC):
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
         # Not earlier: model_init may have made the model, and sharded it.
         self.group = (getattr(self.model, "parallel", None) or replicated_on_all_ranks(self.model)).group
+        # The model whose columns _signature_columns names.
+        self._columns_of = self.model
         check_values(list(self.model.named_parameters()), self.world)
         self.whole.broadcast_weights()
 
@@ -79,6 +107,10 @@ class DataParallelTrainerBase(abc.ABC):
     @abc.abstractmethod
     def open_training_data(self) -> Any:
         """Return a loader of this rank's part of ``train_dataset``; calls the method that a subclass may override."""
+
+    @abc.abstractmethod
+    def open_evaluation_data(self, returned: Any, *, is_prediction: bool) -> Any:
+        """Return a loader of what ``evaluation_loop`` was given, which an overridden method may have made."""
 
     @abc.abstractmethod
     def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
@@ -149,8 +181,11 @@ class DataParallelTrainerBase(abc.ABC):
             )
         if self.whole.is_sharded and getattr(self.args, "save_on_each_node", False):
             raise ValueError("save_on_each_node with a sharded model: rank 0 gathers and writes it, and no other rank")
+        self._check_evaluation()
         # An earlier call may have failed in the middle of an exchange, at a different point on each rank.
         self._synchronizer = None
+        # MindNLP's training_step caches the model and the optimizer's parameters of its first call in grad_fn.
+        vars(self).pop("grad_fn", None)
         self.prepare_output_dir()
         try:
             self.resumed_from, self.run_id = self.world.run_on_rank0(
@@ -162,6 +197,23 @@ class DataParallelTrainerBase(abc.ABC):
         except BaseException:
             self._release_output_dir()
             raise
+
+    def _check_evaluation(self) -> None:
+        """Raise ValueError if evaluation is set and has no data: an error after the first epoch would be too late."""
+        strategy = getattr(self.args, EVAL_STRATEGY)
+        strategy = str(getattr(strategy, "value", strategy))
+        if strategy == "no" or self.eval_dataset is not None:
+            return
+        if not any(map(self._has_own, ("evaluate", "get_eval_dataset", "get_eval_dataloader"))):
+            raise ValueError(
+                f'{EVAL_STRATEGY}="{strategy}" needs data: pass eval_dataset to the {type(self).__name__}, or set '
+                f'{EVAL_STRATEGY}="no"'
+            )
+
+    def _has_own(self, name: str) -> bool:
+        """Return whether this Trainer has a method that is the user's own, and not the library's."""
+        method = getattr(self, name, None)
+        return method is not None and method.__module__.partition(".")[0] not in _LIBRARIES
 
     @property
     def _saves(self) -> bool:
@@ -263,6 +315,21 @@ class DataParallelTrainerBase(abc.ABC):
             check_every_rank_has_a_sample(loader.num_samples, self.group.world_size)
         return loader
 
+    def loader_returned(self, returned: Any, method: str) -> Any:
+        """Return the loader that a method, which a subclass may override, has returned.
+
+        Raises:
+            TypeError: it is not a loader of this package, which splits its batches among the ranks.
+        """
+        if isinstance(returned, (IndexedLoader, PipelineLoader)):
+            return returned
+        use = "train_dataset" if "train" in method else "eval_dataset" if "eval" in method else "predict's data set"
+        raise TypeError(
+            f"{type(self).__name__}.{method} returned a {type(returned).__name__}, whose batches would not be split "
+            f"among the ranks: pass its data set as {use} and its collate_fn as data_collator, or return "
+            "mindnlp_dp.make_loader(dataset, micro_batch_size, collate=..., shuffle=...)"
+        )
+
     def _lengths(self, dataset: Any) -> np.ndarray:
         """Return the sample lengths that rank 0 reads: the column ``length_column_name``, else the number of tokens."""
         source, names = adapt(dataset), [self.args.length_column_name, self.main_input]
@@ -278,8 +345,10 @@ class DataParallelTrainerBase(abc.ABC):
     def _make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
         columns = None
         if self.args.remove_unused_columns:
+            if self._columns_of is not self.model:
+                self._signature_columns, self._columns_of = None, self.model
             self._set_signature_columns_if_needed()  # type: ignore[attr-defined]
-            columns = list(self._signature_columns)  # type: ignore[attr-defined]
+            columns = list(self._signature_columns)  # type: ignore[call-overload]
         return make_loader(
             dataset,
             micro_batch_size,
@@ -289,6 +358,14 @@ class DataParallelTrainerBase(abc.ABC):
             columns=columns,
             **options,
         )
+
+    def after_optimizer_step(self) -> None:
+        """Call the callbacks' ``on_optimizer_step``; the scheduler has not stepped yet."""
+        call_optimizer_event(self, AFTER_OPTIMIZER, TrainerCallback)
+
+    def learning_rate_to_log(self) -> float:
+        """Return the learning rate of a line of the log."""
+        return self._get_learning_rate()  # type: ignore[attr-defined,no-any-return]
 
     def store_flos(self) -> None:
         """Add the floating point operations and tokens since the last call, over all ranks, to ``state``."""
@@ -324,8 +401,9 @@ class DataParallelTrainerBase(abc.ABC):
 
         ``compute_metrics`` is called on rank 0 only; its result, or its error, is sent to the other ranks.
         """
+        loader = self.open_evaluation_data(dataset, is_prediction=description == "Prediction")
         with medium_precision(self.args.bf16):
-            return run_evaluation(self, dataset, prediction_loss_only, ignore_keys, metric_key_prefix)
+            return run_evaluation(self, loader, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     # Checkpoints.
 

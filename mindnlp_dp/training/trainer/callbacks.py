@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -52,6 +53,24 @@ def has_stopped_early(callback: Any) -> bool:
     """Tell whether an early stopper has stopped the run, by the counters' names in MindNLP and Transformers."""
     patience = getattr(callback, "early_stopping_patience", None)
     return patience is not None and getattr(callback, _COUNTER, 0) >= patience
+
+
+# The events of Transformers around the optimizer's step, which MindNLP 0.4's callbacks do not have.
+BEFORE_OPTIMIZER, AFTER_OPTIMIZER = "on_pre_optimizer_step", "on_optimizer_step"
+
+
+def takes_event(callback: Any, event: str, base: type) -> bool:
+    """Tell whether a callback's class has a method for this event that is not of ``base``, the library's class."""
+    own = getattr(type(callback), event, None)
+    return own is not None and own is not getattr(base, event, None)
+
+
+def call_optimizer_event(trainer: Any, event: str, base: type) -> None:
+    """Call the callbacks of a Trainer that take this event."""
+    # A copy, because MindNLP 0.4's other callbacks have no such method.
+    handler = copy.copy(trainer.callback_handler)
+    handler.callbacks = [callback for callback in handler.callbacks if takes_event(callback, event, base)]
+    trainer.control = handler.call_event(event, trainer.args, trainer.state, trainer.control)
 
 
 # The metrics that a progress bar shows, by their names there.

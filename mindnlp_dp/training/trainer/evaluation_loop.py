@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from collections.abc import Mapping
 from typing import Any, Optional
 
 import mindspore
+import numpy as np
 
 from mindnlp_dp.training.evaluate import EvaluationRun, to_numpy, with_prefix
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, EvalPrediction, denumpify_detensorize
@@ -35,7 +39,8 @@ def run_evaluation(
     span_loss = trainer.trainer_loss.span_loss()
     check_columns = trainer.trainer_loss.column_checks()
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
-    for (mine,) in dataset.windows():
+    # A user's own loader may have several micro-batches in a window.
+    for mine in itertools.chain.from_iterable(dataset.windows()):
         batch, is_lent = trainer.whole.dummy_batch_for(mine), mine is None
         if batch is None:
             evaluation.add(None)
@@ -70,8 +75,49 @@ def run_evaluation(
         inputs_seen = {"inputs": gathered["inputs"]} if "inputs" in gathered else {}
         prediction = EvalPrediction(predictions=predictions, label_ids=label_ids, **inputs_seen)
         metrics = trainer.world.run_on_rank0(
-            lambda: denumpify_detensorize(trainer.compute_metrics(prediction)), "compute_metrics"
+            lambda: plain_metrics(trainer.compute_metrics(prediction)), "compute_metrics"
         )
     if mean_loss is not None:
         metrics["loss"] = mean_loss
     return EvalLoopOutput(predictions, label_ids, with_prefix(metrics, metric_key_prefix), num_samples)
+
+
+def plain_metrics(returned: Any) -> dict[str, Any]:
+    """Return what ``compute_metrics`` has returned as numbers, texts, and lists and dicts of them; arrays become lists.
+
+    Raises:
+        TypeError: it is not a dict of metrics by name, or JSON, in which a run's log is saved, cannot hold a metric.
+    """
+    if not isinstance(returned, Mapping):
+        raise TypeError(
+            f"compute_metrics returned {_described(returned)}, expected a dict of names and numbers, such as "
+            '{"accuracy": 0.9}'
+        )
+    metrics = denumpify_detensorize(_without_arrays(returned))
+    for name, value in metrics.items():
+        try:
+            if not isinstance(name, str):
+                raise TypeError("names are texts")
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"compute_metrics returned {name!r} with {_described(value)}, which the log of a run cannot hold "
+                f"({error}): expected a text as the name, and a number, a text, an array, or lists and dicts of them"
+            ) from error
+    return metrics
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _without_arrays(value: Any) -> Any:
+    """Return a nested structure with arrays and tensors of several elements as lists."""
+    if isinstance(value, Mapping):
+        return {name: _without_arrays(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_arrays(item) for item in value]
+    if hasattr(value, "asnumpy"):
+        array = to_numpy(value)
+        return array.item() if array.size == 1 else array.tolist()
+    return value.tolist() if isinstance(value, np.ndarray) else value

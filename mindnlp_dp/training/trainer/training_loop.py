@@ -16,6 +16,9 @@ It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evalu
 from __future__ import annotations
 
 import copy
+import functools
+import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -28,7 +31,7 @@ from mindnlp_dp.checkpoint.directory import remove_old_checkpoints
 from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
 from mindnlp_dp.data_parallel.accumulation import MicroStep
-from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.optim.factory import make_updater, warn_of_parameters_left_out
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
@@ -44,14 +47,17 @@ from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import StepTimeline
 from mindnlp_dp.training.train_step import TrainStep
 from mindnlp_dp.training.trainer.callbacks import (
+    BEFORE_OPTIMIZER,
     STOPS,
     ControlAgreement,
+    call_optimizer_event,
     callback_states,
     has_stopped_early,
     load_callback_states,
     show_in_progress_bars,
+    takes_event,
 )
-from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerState, TrainOutput, has_length
+from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, TrainerCallback, TrainerState, TrainOutput, has_length
 from mindnlp_dp.training.trainer.resuming import make_epoch_loader, restarts_epoch
 
 
@@ -108,12 +114,9 @@ class TrainingLoop:
             trainer._created_lr_scheduler = False
         trainer.create_optimizer_and_scheduler(num_training_steps=planned)
         self.synchronizer = trainer.synchronizer(trainer.model)
-        self.train_step = TrainStep(
-            self.synchronizer, self._make_updater(), self.losses,
-            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
-            resync_tied_weights=trainer.whole.resync_tied_weights,
-            adapters=adapter_check(trainer.model, self.synchronizer.parameters, trainer.world),
-        )  # fmt: skip
+        named = zip(self.synchronizer.names, self.synchronizer.parameters)
+        warn_of_parameters_left_out(trainer.optimizer, named, self.group)
+        self.train_step = self._make_train_step()
         self.run_state = Run(trainer.whole, self.train_step)
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
@@ -134,6 +137,7 @@ class TrainingLoop:
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         handler.train_dataset = handler.train_dataloader = self.loader
 
+        self._log_settings()
         began = time.time()
         # What an interrupted loop has counted is not this one's.
         trainer.store_flos()
@@ -152,11 +156,53 @@ class TrainingLoop:
         self.speed.stop()
         return self._finish(began)
 
+    def _log_settings(self) -> None:
+        """Log the size of the run, where ``log_level="info"`` shows it."""
+        trainer, loader, state = self.trainer, self.loader, self.trainer.state
+        num_weights = sum(math.prod(parameter.shape) for parameter in self.synchronizer.parameters)
+        lines = {
+            "Num examples": "unknown" if loader.num_samples is None else f"{loader.num_samples:,}",
+            "Num Epochs": f"{state.num_train_epochs:,}",
+            "Instantaneous batch size per device": f"{trainer._train_batch_size:,}",
+            "Total train batch size (w. parallel, distributed & accumulation)": f"{loader.global_batch_size:,}",
+            "Number of ranks": f"{self.world.world_size:,}",
+            "Gradient Accumulation steps": f"{loader.micro_steps:,}",
+            "Total optimization steps": f"{state.max_steps:,}",
+            "Number of trainable parameters": f"{num_weights:,}",
+        }
+        # The library's logger, whose level log_level sets; the names are those of its own Trainer.
+        logger = logging.getLogger(Trainer.__module__)
+        logger.info("***** Running training *****")
+        for name, value in lines.items():
+            logger.info("  %s = %s", name, value)
+
+    def _make_train_step(self) -> TrainStep:
+        trainer, args = self.trainer, self.args
+        callbacks = trainer.callback_handler.callbacks
+        # With gradients at the parameters the optimizer's own code updates: all ranks or none.
+        is_watched = any(
+            self.world.all_gather_object(any(takes_event(c, BEFORE_OPTIMIZER, TrainerCallback) for c in callbacks))
+        )
+        self.shows_gradients = is_watched
+        # Not a method of this loop, which must be free as soon as the trainer drops it.
+        before = functools.partial(call_optimizer_event, trainer, BEFORE_OPTIMIZER, TrainerCallback)
+        return TrainStep(
+            self.synchronizer, self._make_updater(), self.losses,
+            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
+            resync_tied_weights=trainer.whole.resync_tied_weights,
+            adapters=adapter_check(trainer.model, self.synchronizer.parameters, trainer.world),
+            before_update=before if is_watched else None,
+            after_update=trainer.after_optimizer_step,
+        )  # fmt: skip
+
     def _make_updater(self) -> Updater:
         trainer = self.trainer
         trainer.whole.check_optimizer(trainer.optimizer, self.synchronizer.parameters)
         scope = trainer.whole.scope(self.synchronizer.parameters)
-        return make_updater(trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope)
+        return make_updater(
+            trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope,
+            shows_gradients=self.shows_gradients,
+        )  # fmt: skip
 
     def _follow_optimizer(self) -> None:
         """Rebuild the updater if a callback has replaced the optimizer's ``step``. A collective."""
@@ -350,17 +396,17 @@ class TrainingLoop:
 
     def _log_loss(self) -> None:
         trainer = self.trainer
-        logs = {"loss": round(self.losses.mean_since_log(), 4)}
-        if self.grad_norm is not None:
-            logs["grad_norm"] = self.grad_norm
-        logs["learning_rate"] = trainer._get_learning_rate()
+        numbers = {"loss": round(self.losses.mean_since_log(), 4), "grad_norm": self.grad_norm}
+        # Where all losses were left out there is no mean; NaN and infinity are no JSON, and a warning has named them.
+        logs = {name: x for name, x in numbers.items() if x is not None and math.isfinite(x)}
+        logs["learning_rate"] = trainer.learning_rate_to_log()
         trainer._globalstep_last_logged = trainer.state.global_step
         trainer.store_flos()
         self._set_flos()
         speed = self.speed.since_log()
         if "step_seconds" in speed:
             heartbeat.report_speed(speed)
-        show_in_progress_bars(trainer.callback_handler.callbacks, {"loss": logs["loss"], **speed})
+        show_in_progress_bars(trainer.callback_handler.callbacks, {**logs, **speed})
         trainer.log({**logs, **speed})
         # MindNLP resets it only on a rank that writes the log.
         trainer.control.should_log = False
@@ -403,7 +449,7 @@ class TrainingLoop:
             tokens = state.num_input_tokens_seen - self.tokens_before
             metrics["train_tokens_per_second"] = round(tokens / max(metrics["train_seconds"], 1e-9), 3)
         trainer.is_in_train = False
-        trainer.log(dict(metrics))
+        trainer.log({name: x for name, x in metrics.items() if math.isfinite(x)})
         if state.best_model_checkpoint is not None and args.save_total_limit == 1:
             folder, best = Path(args.output_dir), Path(state.best_model_checkpoint)
             self.world.run_on(

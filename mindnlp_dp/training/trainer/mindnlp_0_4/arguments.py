@@ -55,6 +55,11 @@ class DataParallelArguments(DataParallelArgumentsBase):
             self.recompute: bool = False
             self.gradient_checkpointing = True
             self.gradient_checkpointing_kwargs = self.gradient_checkpointing_kwargs or self.recompute_kwargs
+        if self.bf16_full_eval and not self.process_group.on_device:
+            raise ValueError(
+                "bf16_full_eval is not supported on a CPU: MindSpore has no operators in bfloat16 there; leave it out, "
+                "or set fp16_full_eval"
+            )
         if self.fp16:
             warnings.warn("fp16 has no effect on training in MindNLP 0.4.1", RuntimeWarning, stacklevel=5)
         defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
-from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
+from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
+from mindnlp_dp.training.trainer.base import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
@@ -25,7 +26,7 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
 
     Call ``mindnlp_dp.init_process_group()`` before the model is built. The arguments are
     the Trainer's, and ``data_collator``: a function that makes a batch (a dict of arrays) from a list
-    of samples (dicts); by default samples are stacked. Overridden methods such as ``compute_loss``,
+    of samples of any kind; by default samples are dicts, and are stacked. Overridden methods such as ``compute_loss``,
     ``training_step`` and ``prediction_step`` are called as usual, on this rank's part of the batch.
 
     The guarantees, and their tests (tests/parallel, at 1, 2 and 4 ranks):
@@ -44,6 +45,11 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
 
     args: DataParallelArguments
     tokenizer: Any
+    # The methods of Transformers' Trainer that open data have other names here.
+    not_called: ClassVar[Mapping[str, str]] = {
+        **NOT_CALLED,
+        **{f"get_{each}_dataloader": f"override get_{each}_dataset" for each in ("train", "eval", "test")},
+    }
 
     def __init__(
         self, model: Any = None, args: Any = None, *rest: Any, data_collator: Optional[Collator] = None, **kwargs: Any
@@ -115,7 +121,12 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         return super().train(None, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
     def open_training_data(self) -> Any:
-        return self.get_train_dataset()
+        # MindNLP's own method returns a data set, and so may a user's.
+        returned = self.get_train_dataset()
+        return returned if isinstance(returned, (IndexedLoader, PipelineLoader)) else self._training_loader(returned)
+
+    def open_evaluation_data(self, returned: Any, *, is_prediction: bool) -> Any:
+        return self._evaluation_loader(returned)
 
     def get_train_dataset(self) -> Any:
         """Return a loader of this rank's part of ``train_dataset``."""

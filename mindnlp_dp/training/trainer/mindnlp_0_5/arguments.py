@@ -20,11 +20,15 @@ _NOT_HERE = (
     "debug", "neftune_noise_alpha",
 )  # fmt: skip
 
-# Settings whose value has no effect here.
+# Settings whose value has no effect here. (average_tokens_across_devices is not among them: Transformers itself sets it
+# to False in its own arguments, and the mean is over all ranks' tokens in any case.)
 _WITHOUT_EFFECT = (
-    "dataloader_num_workers", "dataloader_prefetch_factor", "torch_empty_cache_steps", "average_tokens_across_devices",
-    "use_ipex", "ddp_bucket_cap_mb",
-)  # fmt: skip
+    "dataloader_num_workers",
+    "dataloader_prefetch_factor",
+    "torch_empty_cache_steps",
+    "use_ipex",
+    "ddp_bucket_cap_mb",
+)
 
 
 @dataclass(repr=False)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
-from mindnlp_dp.data.batches import Collator
+from mindnlp_dp.data.batches import Collator, ColumnCollator
 from mindnlp_dp.data.loss_weight import count_labels
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
-from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
+from mindnlp_dp.training.trainer.base import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_5.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
+
+
+def _check_labels(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Raise TypeError if some samples have a label and others have None, which Transformers takes for no labels."""
+    for name in ("label", "label_ids"):
+        if len({sample.get(name) is None for sample in samples if name in sample}) > 1:
+            raise TypeError(f"some {name} are None")
 
 
 class DataParallelTrainerMixin(DataParallelTrainerBase):
@@ -31,6 +38,13 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     args: DataParallelArguments
     data_collator: Any
     processing_class: Any
+    not_called: ClassVar[Mapping[str, str]] = {
+        **NOT_CALLED,
+        "_get_dataloader": "override get_train_dataloader, get_eval_dataloader or get_test_dataloader",
+        "get_batch_samples": "the loader makes the micro-batches of an update; override get_train_dataloader",
+    }
+    # The learning rate of the last update; None before the first.
+    _rate_of_update: Optional[float] = None
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         if args is None:
@@ -38,11 +52,21 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
 
     def _collator(self) -> Optional[Collator]:
-        def collate(samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-            batch = self.data_collator(list(samples))
+        # Not at the top: mindnlp, which is imported first, puts mindtorch in PyTorch's place.
+        from transformers import DataCollatorWithPadding, default_data_collator
+
+        collator = self.data_collator
+        is_default = collator is default_data_collator or type(collator) is DataCollatorWithPadding
+
+        def collate(samples: Sequence[Any]) -> Mapping[str, Any]:
+            if is_default:
+                _check_labels(samples)
+            batch = collator(list(samples))
+            if not isinstance(batch, Mapping):
+                return batch  # The loader says what is wrong with it.
             return {name: to_host(values) if hasattr(values, "dtype") else values for name, values in batch.items()}
 
-        return collate
+        return ColumnCollator(collate) if is_default else collate
 
     @property
     def processor(self) -> Any:
@@ -83,6 +107,14 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
 
     # Training.
 
+    def after_optimizer_step(self) -> None:
+        super().after_optimizer_step()
+        # Transformers logs the rate of the update, and MindNLP 0.4 that of the next one.
+        self._rate_of_update = self._get_learning_rate()  # type: ignore[attr-defined]
+
+    def learning_rate_to_log(self) -> float:
+        return super().learning_rate_to_log() if self._rate_of_update is None else self._rate_of_update
+
     def train(
         self,
         resume_from_checkpoint: Union[str, bool, None] = None,
@@ -100,17 +132,18 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
             ValueError: the run cannot be resumed with this data, or with this number of ranks.
             FloatingPointError: a loss or gradient is NaN or infinite, and ``logging_nan_inf_filter`` is False.
         """
-        # MindNLP's training_step caches the model and parameters of its first call in grad_fn.
-        self.__dict__.pop("grad_fn", None)
+        self._rate_of_update = None
         self.choose_run(resume_from_checkpoint)
         return super().train(None, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
     def open_training_data(self) -> Any:
-        return self.get_train_dataloader()
+        return self.loader_returned(self.get_train_dataloader(), "get_train_dataloader")
+
+    def open_evaluation_data(self, returned: Any, *, is_prediction: bool) -> Any:
+        return self.loader_returned(returned, "get_test_dataloader" if is_prediction else "get_eval_dataloader")
 
     def get_train_dataloader(self) -> Any:
         """Return a loader of this rank's part of ``train_dataset``."""
-        self._check_sampler("_get_train_sampler")
         return self._training_loader(self.train_dataset)  # type: ignore[attr-defined]
 
     def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
@@ -141,15 +174,7 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return such a loader for :meth:`predict`."""
-        self._check_sampler("_get_eval_sampler")
         return self._evaluation_loader(test_dataset)
-
-    def _check_sampler(self, name: str) -> None:
-        if getattr(type(self), name) is not getattr(Trainer, name):
-            raise ValueError(
-                f"{type(self).__name__} has its own {name}, which is not called: samples are distributed in an "
-                "order that all ranks know; choose, weigh or order them in the data set"
-            )
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):
