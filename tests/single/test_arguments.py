@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import types
 from dataclasses import dataclass
 
@@ -31,6 +32,35 @@ def test_plain_arguments_are_upgraded(tmp_path):
     assert (upgraded.learning_rate, upgraded.warmup_steps, upgraded.dataset_shuffle) == (0.5, 3, True)
     assert upgraded.world_size == 1
     assert upgrade_arguments(upgraded) is upgraded
+
+
+@pytest.mark.parametrize("kind", [dp.DataParallelArguments, TrainingArguments, MyArguments])
+@pytest.mark.parametrize(
+    ("metric", "asked", "expected"),
+    [
+        ("loss", None, False), ("eval_loss", None, False), ("eval_german_loss", None, False), ("log_loss", None, False),
+        ("accuracy", None, True), ("lossless", None, True), ("eval_german_loss", True, True), ("f1", False, False),
+    ],
+)  # fmt: skip
+def test_losses_of_any_name_are_better_when_smaller(tmp_path, kind, metric, asked, expected):
+    args = kind(str(tmp_path), metric_for_best_model=metric, greater_is_better=asked)
+    assert upgrade_arguments(args).greater_is_better is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "best", "is_better"),
+    [
+        (0.5, None, True),
+        (0.5, 0.4, True),
+        (0.4, 0.5, False),
+        (math.nan, None, False),
+        (math.nan, 0.5, False),
+        (0.1, math.nan, True),
+    ],
+)
+def test_nan_is_never_better(tmp_path, value, best, is_better):
+    args = dp.DataParallelArguments(str(tmp_path), metric_for_best_model="f1")
+    assert args.is_better(value, best) is is_better
 
 
 def test_a_subclass_keeps_its_fields(tmp_path):

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from library import TrainerCallback
+from safetensors.numpy import load_file
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint import collective_save, folder_lock
@@ -490,6 +493,81 @@ def test_what_is_resumed_from_another_folder_is_a_run_of_its_own(tmp_path):
     train_until(tmp_path / "second", 4, resume=str(tmp_path / "first" / "checkpoint-2"))
     runs = [run_of(tmp_path / "first" / "checkpoint-2"), run_of(tmp_path / "second" / "checkpoint-4")]
     assert runs[0].name != runs[1].name
+
+
+class Scores:
+    """A metric with the given values."""
+
+    def __init__(self, *scores):
+        self.scores = iter(scores)
+
+    def __call__(self, prediction):
+        return {"score": next(self.scores)}
+
+
+def train_with_scores(folder, last, scores, **settings):
+    return train_until(
+        folder, last, save_steps=1, evaluation_strategy="steps", eval_steps=1, eval_dataset=Rows(4),
+        compute_metrics=Scores(*scores), load_best_model_at_end=True, metric_for_best_model="score", **settings,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def best_is_2(tmp_path_factory):
+    dp.init_process_group()
+    folder = tmp_path_factory.mktemp("best") / "first"
+    assert Path(train_with_scores(folder, 3, [0.1, 0.9, 0.3]).state.best_model_checkpoint).name == "checkpoint-2"
+    return folder
+
+
+@pytest.mark.parametrize("where", ["moved", "copied", "linked", "relative"])
+def test_the_best_checkpoint_is_found_in_another_place(tmp_path, best_is_2, monkeypatch, where):
+    shutil.copytree(best_is_2, tmp_path / "old" / "out")
+    folder = tmp_path / "new"
+    train_with_scores(tmp_path / "old" / "out", 4, [0.2], resume=True)
+    if where == "moved":
+        (tmp_path / "old" / "out").rename(folder)
+    elif where == "copied":
+        shutil.copytree(tmp_path / "old" / "out", folder)
+    elif where == "linked":
+        folder.symlink_to(tmp_path / "old" / "out")
+    else:
+        monkeypatch.chdir(tmp_path / "old")
+        folder = Path("out")
+    trainer = train_with_scores(folder, 6, [0.4, 0.5], resume=True, save_total_limit=2)
+    assert trainer.state.best_model_checkpoint == str(folder / "checkpoint-2")
+    assert [path.name for path in checkpoints_in(folder)] == ["checkpoint-2", "checkpoint-6"]
+    best = load_file(folder / "checkpoint-2" / "model.safetensors")
+    np.testing.assert_array_equal(weights(trainer.model)["classifier.dense.weight"], best["classifier.dense.weight"])
+
+
+def test_the_best_checkpoint_may_be_in_the_folder_where_the_run_began(tmp_path, best_is_2):
+    second = tmp_path / "second"
+    # Another run's checkpoint with the best one's name.
+    write(second / "checkpoint-2", run=RunId("another run", 1))
+    train_with_scores(second, 4, [0.4], resume=str(best_is_2 / "checkpoint-3"))
+    trainer = train_with_scores(second, 5, [0.2], resume=True)
+    assert trainer.state.best_model_checkpoint == str(best_is_2 / "checkpoint-2")
+
+
+def test_a_best_checkpoint_that_is_gone_is_forgotten_when_the_run_is_resumed(tmp_path, best_is_2):
+    shutil.copytree(best_is_2, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    with pytest.warns(
+        RuntimeWarning, match=r"checkpoint-2, the best checkpoint so far \(score: 0.9\), is not in .*/out"
+    ):
+        trainer = train_with_scores(tmp_path / "out", 5, [0.4, 0.2], resume=True)
+    assert (trainer.state.best_metric, trainer.state.best_model_checkpoint) == (0.4, str(tmp_path / "out/checkpoint-4"))
+
+
+def test_a_best_checkpoint_that_is_deleted_during_training_is_no_error(tmp_path):
+    class Delete(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                shutil.rmtree(tmp_path / "checkpoint-1")
+
+    with pytest.warns(RuntimeWarning, match="checkpoint-1, the best checkpoint, is not there any more"):
+        train_with_scores(tmp_path, 2, [0.9, 0.1], callbacks=[Delete()])
 
 
 def test_one_job_writes_to_a_folder(tmp_path):

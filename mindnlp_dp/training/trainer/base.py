@@ -25,17 +25,12 @@ from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.kernels.dispatch import medium_precision
-from mindnlp_dp.parallel.replicated_model import (
-    ReplicatedModel,
-    as_replicated,
-    load_checkpoint,
-    replicated_on_all_ranks,
-)
+from mindnlp_dp.parallel.replicated_model import ReplicatedModel, as_replicated, replicated_on_all_ranks
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
-from mindnlp_dp.training.trainer.resuming import save_module, save_parts
+from mindnlp_dp.training.trainer.resuming import load_run, save_module, save_parts
 from mindnlp_dp.training.trainer.shrink_recovery import can_shrink, state_of_survivors
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
 from mindnlp_dp.training.trainer.training_loop import TrainingLoop
@@ -146,6 +141,9 @@ class DataParallelTrainerBase(abc.ABC):
                 f"loss_weight of this Trainer is {self.loss_weight!r}, and has to be a method: what a micro-batch "
                 "weighs in the mean over ranks; give your own attribute another name"
             )
+        if self.args.greater_is_better is None and self.args.metric_for_best_model is not None:
+            # The library decides when the arguments are made, and this name was given later.
+            self.args.greater_is_better = not self.args.metric_for_best_model.endswith("loss")
         if self.whole.is_sharded and getattr(self.args, "save_on_each_node", False):
             raise ValueError("save_on_each_node with a sharded model: rank 0 gathers and writes it, and no other rank")
         # An earlier call may have failed in the middle of an exchange, at a different point on each rank.
@@ -214,7 +212,7 @@ class DataParallelTrainerBase(abc.ABC):
     def _run_training_loop(self, ignore_keys_for_eval: Optional[list[str]]) -> Any:
         checkpoint = None
         if self.resumed_from is not None:
-            checkpoint = load_checkpoint(self.resumed_from, self.whole)
+            checkpoint = load_run(self, self.resumed_from)
         # Drop the loop of an earlier call.
         vars(self).pop("training_loop", None)
         while True:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import copy
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.background import WriterStatus
-from mindnlp_dp.checkpoint.directory import remove_old_checkpoints
+from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
 from mindnlp_dp.data_parallel.accumulation import MicroStep
@@ -51,7 +52,7 @@ from mindnlp_dp.training.trainer.callbacks import (
     show_in_progress_bars,
 )
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerState, TrainOutput, has_length
-from mindnlp_dp.training.trainer.resuming import make_epoch_loader, restarts_epoch
+from mindnlp_dp.training.trainer.resuming import holds_weights, make_epoch_loader, restarts_epoch
 
 
 class TrainingLoop:
@@ -87,6 +88,8 @@ class TrainingLoop:
         self.grad_norm: Optional[float] = None
         # The metrics of an evaluation since the last update.
         self.metrics: Optional[dict[str, float]] = None
+        # The checkpoint of the last update, if it has one.
+        self.saved_as: Optional[Path] = None
 
     # Setup.
 
@@ -218,7 +221,7 @@ class TrainingLoop:
         """Record an update: advance the position, set the learning rate and call ``on_step_end``."""
         trainer, position = self.trainer, self.position
         self.updates_done += 1
-        self.resumed_from = self.metrics = None
+        self.resumed_from = self.metrics = self.saved_as = None
         position.update += 1
         trainer.state.global_step += 1
         trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
@@ -320,6 +323,7 @@ class TrainingLoop:
         # Checkpoints do not hold the compression's error feedback: drop it, so that a resumed run is the same.
         self.synchronizer.reset_error_feedback()
         trainer.write_checkpoint(self.metrics)
+        self.saved_as = checkpoint_path(Path(self.args.output_dir), trainer.state.global_step)
         trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
         self.agree(trainer.control)
 
@@ -368,8 +372,16 @@ class TrainingLoop:
         with self.speed.during(Activity.CHECKPOINT):
             trainer.checkpoint_writer.wait()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            trainer._load_best_model()
-            digest = trainer.whole.assert_in_sync()
+            if holds_weights(trainer, Path(state.best_model_checkpoint)):
+                trainer._load_best_model()
+                digest = trainer.whole.assert_in_sync()
+            elif self.world.is_main:
+                warnings.warn(
+                    f"{state.best_model_checkpoint}, the best checkpoint, is not there any more: the model keeps the "
+                    "weights of the last update",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
         train_loss = self.losses.mean_of_run()
         trainer.store_flos()
@@ -448,6 +460,8 @@ class TrainingLoop:
         load_callback_states(trainer.callback_handler.callbacks, saved["callbacks"])
         trainer.state = TrainerState(**copy.deepcopy(saved["trainer_state"]))
         trainer._globalstep_last_logged = saved["last_logged"]
+        if not saved.get("in_place", False):
+            self.saved_as = trainer.resumed_from
         self.grad_norm = saved["grad_norm"]
         position, step = Position(**saved["position"]), trainer.state.global_step
         self.position = position.resume_point()

@@ -132,13 +132,15 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         save_checkpoint(self, model, metrics)
 
     def on_metrics(self, metrics: dict[str, float]) -> None:
-        """Do nothing: MindNLP 0.4 looks for the best model when it saves."""
+        # MindNLP 0.4 looks for the best model when it saves; these metrics may be of a model that is saved already.
+        if (path := self.training_loop.saved_as) is not None:
+            self.on_checkpoint(path, metrics)
 
     def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         args, state = self.args, self.state
         if metrics is not None and args.metric_for_best_model is not None:
             value = args.metric_to_watch(metrics)
-            if state.best_model_checkpoint is None or args.is_better(value, state.best_metric):
+            if args.is_better(value, state.best_metric):
                 state.best_metric, state.best_model_checkpoint = value, str(path)
 
     # Evaluation.

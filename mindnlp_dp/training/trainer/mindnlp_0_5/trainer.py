@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -121,10 +122,14 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         save_checkpoint(self, model, None)
 
     def on_metrics(self, metrics: dict[str, float]) -> None:
-        if self.args.metric_for_best_model is not None:
-            # It raises the same error message with either library.
-            self.args.metric_to_watch(metrics)
+        # metric_to_watch() raises the same error message with either library. Transformers' method would replace no
+        # value by NaN, but the first one by infinity.
+        if self.args.metric_for_best_model is None or math.isnan(self.args.metric_to_watch(metrics)):
+            return
         self._determine_best_metric(metrics, None)  # type: ignore[attr-defined]
+        if (path := self.training_loop.saved_as) is not None:
+            # These metrics are of a model that is saved already.
+            self.on_checkpoint(path, metrics)
 
     def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         if self.state.best_global_step == self.state.global_step:
