@@ -28,9 +28,10 @@ from mindnlp_dp.kernels.dispatch import medium_precision
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel, as_replicated, replicated_on_all_ranks
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
+from mindnlp_dp.training.trainer.best_model import load_run
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
-from mindnlp_dp.training.trainer.resuming import load_run, save_module, save_parts
+from mindnlp_dp.training.trainer.resuming import save_module, save_parts
 from mindnlp_dp.training.trainer.shrink_recovery import can_shrink, state_of_survivors
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
 from mindnlp_dp.training.trainer.training_loop import TrainingLoop

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.collective_save import NewCheckpoint, workspace_in, write_together
 from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
-from mindnlp_dp.checkpoint.manifest import MODEL_FILES, run_of
+from mindnlp_dp.checkpoint.manifest import MODEL_FILES
 from mindnlp_dp.checkpoint.writer import write_module, write_weights
 from mindnlp_dp.data.dataset_adapter import is_batched_pipeline
-from mindnlp_dp.parallel.replicated_model import load_checkpoint
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import max_world_size
 from mindnlp_dp.training.run_state import check_same_data
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.batch_scaling import ElasticBatchSchedule, batch_of
+from mindnlp_dp.training.trainer.best_model import recorded_best
 from mindnlp_dp.training.trainer.mindnlp_trainer import TRAINER_STATE_NAME
 
 
@@ -58,66 +56,6 @@ def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[An
     if trainer.world.is_main and pace.is_slower:
         print(f"not all ranks of this job are there: training with {pace}")
     return loader, pace
-
-
-def load_run(trainer: Any, path: Path) -> dict[str, Any]:
-    """Load a checkpoint's weights into the model, and return the state of its run. A collective."""
-    saved = load_checkpoint(path, trainer.whole)
-    _find_best_model(trainer, path, saved["trainer_state"])
-    return saved
-
-
-# The best checkpoint. A checkpoint knows it by its name if it is in the same folder, so that the folder can be moved
-# or copied, and by its path if the run had begun in another folder. Checkpoints of earlier versions have a path only.
-
-
-def _find_best_model(trainer: Any, path: Path, state: dict[str, Any]) -> None:
-    """Set the path of the best checkpoint, or forget it if it is not there any more, with a warning. A collective."""
-    recorded, value = state["best_model_checkpoint"], state["best_metric"]
-    if recorded is not None:
-
-        def find() -> Optional[Path]:
-            beside = path.parent / Path(recorded).name
-            is_beside = Path(recorded).name == recorded or run_of(beside) == run_of(path)
-            best = beside if is_beside else Path(recorded)
-            return best if any(best.glob(MODEL_FILES)) else None
-
-        best = trainer.world.run_on_rank0(find, "looking for the best checkpoint")
-        if best is None and trainer.world.is_main:
-            warnings.warn(
-                f"{recorded}, the best checkpoint so far ({trainer.args.metric_for_best_model}: {value}), is not in "
-                f"{path.parent} any more: the best of the next ones counts",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        if best is None:
-            forget_best_model(state)
-        else:
-            state["best_model_checkpoint"] = str(best)
-    # NaN was the best metric in checkpoints of earlier versions.
-    if value is not None and math.isnan(value):
-        forget_best_model(state)
-
-
-def holds_weights(trainer: Any, folder: Path) -> bool:
-    """Tell whether ``folder`` holds the weights of a model. A collective."""
-    found: bool = trainer.world.run_on_rank0(lambda: any(folder.glob(MODEL_FILES)), "looking for the best checkpoint")
-    return found
-
-
-def forget_best_model(state: dict[str, Any]) -> None:
-    """Reset what a Trainer's state, as a dict, says about the best model."""
-    for name in ("best_model_checkpoint", "best_metric", "best_global_step"):
-        if name in state:
-            state[name] = None
-
-
-def _recorded_best(best: Optional[str], folder: Path) -> Optional[str]:
-    """Return what a checkpoint in ``folder`` records of the best one: its name if it is in the same folder."""
-    if best is None:
-        return None
-    path = Path(os.path.abspath(best))
-    return path.name if path.parent.resolve() == folder.resolve() else str(path)
 
 
 def restarts_epoch(args: DataParallelArgumentsBase, saved: Optional[dict[str, Any]]) -> bool:
@@ -170,7 +108,7 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     run = None
     if not args.save_only_model:
         run = trainer.training_loop.state(sharded=args.sharded_checkpoints)
-        run["trainer_state"]["best_model_checkpoint"] = _recorded_best(state.best_model_checkpoint, folder)
+        run["trainer_state"]["best_model_checkpoint"] = recorded_best(state.best_model_checkpoint, folder)
     write_together(
         NewCheckpoint(path, run, model_writer, trainer.run_id, then, gathers_model=trainer.whole.is_sharded),
         trainer.world,

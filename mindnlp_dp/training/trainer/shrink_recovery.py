@@ -16,8 +16,8 @@ from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.runtime.job_context import job_id, min_world_size
 from mindnlp_dp.training.run_state import random_state
+from mindnlp_dp.training.trainer.best_model import forget_best_model, holds_weights, load_run
 from mindnlp_dp.training.trainer.callbacks import FLAGS, STOPS
-from mindnlp_dp.training.trainer.resuming import forget_best_model, holds_weights, load_run
 
 # The entries of a run's state that each rank takes from its own state, not from another rank's.
 _OWN = ("world_size", "ranks", "losses")

@@ -43,6 +43,7 @@ from mindnlp_dp.training.metrics import Activity, LossMeter, SpeedMeter, count_i
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import StepTimeline
 from mindnlp_dp.training.train_step import TrainStep
+from mindnlp_dp.training.trainer.best_model import holds_weights
 from mindnlp_dp.training.trainer.callbacks import (
     STOPS,
     ControlAgreement,
@@ -52,7 +53,7 @@ from mindnlp_dp.training.trainer.callbacks import (
     show_in_progress_bars,
 )
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerState, TrainOutput, has_length
-from mindnlp_dp.training.trainer.resuming import holds_weights, make_epoch_loader, restarts_epoch
+from mindnlp_dp.training.trainer.resuming import make_epoch_loader, restarts_epoch
 
 
 class TrainingLoop:
