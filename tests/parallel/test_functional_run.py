@@ -119,6 +119,25 @@ def test_saved_at_an_epochs_end(group, shared_tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_run_that_went_back_continues_from_there(group, shared_tmp_path):
+    go(cell, shared_tmp_path, group, stop_at=6)
+    model, step, loader = cell(group, 3)
+    run = dp.FunctionalRun(shared_tmp_path, model, step, loader, keep=1)
+    assert run.resume(shared_tmp_path / "checkpoint-4")
+    # It is stopped before it saves.
+    step(next(run.windows(NUM_EPOCHS)))
+    del run
+    model, step, loader = cell(group, 3)
+    run = dp.FunctionalRun(shared_tmp_path, model, step, loader, keep=1)
+    assert run.resume()
+    assert step.num_updates == 4
+    step(next(run.windows(NUM_EPOCHS)))
+    run.save()
+    group.barrier()
+    # The abandoned checkpoint-6 stays, as those of every other run.
+    assert [path.name for path in checkpoints_in(shared_tmp_path)] == ["checkpoint-5", "checkpoint-6"]
+
+
 def test_a_damaged_checkpoint_is_passed_over(group, shared_tmp_path):
     go(cell, shared_tmp_path, group, stop_at=4)
     if group.is_main:

@@ -18,7 +18,7 @@ from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint import collective_save, shards
-from mindnlp_dp.checkpoint.directory import checkpoints_in
+from mindnlp_dp.checkpoint.directory import WORKSPACE, checkpoints_in
 from mindnlp_dp.checkpoint.manifest import CheckpointError, check_checkpoint
 from mindnlp_dp.checkpoint.reader import read_state
 from mindnlp_dp.checkpoint.state_tree import unpack_state
@@ -505,8 +505,8 @@ def test_an_error_drops_a_checkpoint_that_lacks_a_file(group, shared_tmp_path, m
 
     def is_time_to_fail():
         if is_there:
-            return len(list(shared_tmp_path.glob(".checkpoint-files-*/state-*"))) == group.world_size - 1
-        return group.rank < group.world_size - 1 or not list(shared_tmp_path.glob(".checkpoint-files-*"))
+            return len(list(shared_tmp_path.glob(f"{WORKSPACE}*/state-*"))) == group.world_size - 1
+        return group.rank < group.world_size - 1 or not list(shared_tmp_path.glob(f"{WORKSPACE}*"))
 
     class Fail(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -15,7 +15,12 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from mindnlp_dp.checkpoint.background import BackgroundWriter
-from mindnlp_dp.checkpoint.directory import choose_checkpoint, remove_leftovers, remove_unfinished_checkpoints
+from mindnlp_dp.checkpoint.directory import (
+    choose_checkpoint,
+    claim_checkpoint,
+    remove_leftovers,
+    remove_unfinished_checkpoints,
+)
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.manifest import RunId
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
@@ -160,6 +165,13 @@ class DataParallelTrainerBase(abc.ABC):
         except BaseException:
             self._release_output_dir()
             raise
+
+    def claim_checkpoint(self) -> None:
+        """Let a run that went back to an earlier checkpoint own that one from now on. A collective."""
+        path, run = self.resumed_from, self.run_id
+        if path is not None and self._saves:
+            folder = Path(self.args.output_dir)
+            self.world.run_on_rank0(lambda: claim_checkpoint(path, folder, run), "preparing output_dir")
 
     @property
     def _saves(self) -> bool:

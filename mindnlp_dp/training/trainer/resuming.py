@@ -77,7 +77,8 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     """Write a checkpoint, on the ranks that save; the others return when it is written, or raise the same error."""
     args, state = trainer.args, trainer.state
     folder = Path(args.output_dir)
-    path = checkpoint_path(folder, state.global_step)
+    step = state.global_step
+    path = checkpoint_path(folder, step)
     trainer.on_checkpoint(path, metrics)
     trainer.store_flos()
     if args.async_save:
@@ -102,7 +103,7 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     request = heartbeat.checkpoint_request()
 
     def then() -> None:
-        remove_old_checkpoints(folder, args.save_total_limit, keep, trainer.run_id)
+        remove_old_checkpoints(folder, args.save_total_limit, keep, trainer.run_id, step=step)
         heartbeat.has_saved(request)
 
     run = None

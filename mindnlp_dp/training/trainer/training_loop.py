@@ -121,6 +121,8 @@ class TrainingLoop:
         self.is_set_up = True
         state = trainer.state
         max_steps = self.pace.total(planned, state.global_step, self.position)
+        if not is_over and state.global_step < max_steps:
+            trainer.claim_checkpoint()
         state.train_batch_size = trainer._train_batch_size
         state.max_steps, state.num_train_epochs = max_steps, num_epochs
         state.is_local_process_zero = trainer.is_local_process_zero()
@@ -403,7 +405,7 @@ class TrainingLoop:
             folder, best = Path(args.output_dir), Path(state.best_model_checkpoint)
             self.world.run_on(
                 args.should_save,
-                lambda: remove_old_checkpoints(folder, 1, [best], trainer.run_id),
+                lambda: remove_old_checkpoints(folder, 1, [best], trainer.run_id, step=state.global_step),
                 "removing all checkpoints but the best",
             )
         self.timeline.write()
