@@ -343,7 +343,8 @@ def test_another_number_of_ranks_keeps_the_global_batch_and_the_order(group, sha
         shutil.copytree(shared_tmp_path / "stopped", mine)
         # Micro-batches divide the global batch, or the last one is smaller, or one could hold more than the batch.
         resumed = run(mine, single, rows, dropout=0.0, optim="sgd", resume=True, per_device_train_batch_size=micro)
-    assert resumed.args.gradient_accumulation_steps == steps
+    assert resumed.training_loop.loader.micro_steps == steps
+    assert resumed.state.train_batch_size == resumed._train_batch_size == min(micro, 8)
     said = f"training with the checkpoint's global batch of 8 samples: gradient_accumulation_steps is {steps}"
     assert said in capsys.readouterr().out
     for name, weight in weights(whole.model).items():

@@ -66,8 +66,6 @@ class DataParallelTrainerBase(abc.ABC):
         self.current_tokens = 0
         # Samples per update; None if it follows from the other settings and the number of ranks.
         self.global_batch_size: Optional[int] = None
-        # The gradient accumulation steps that make_epoch_loader() set for it, and those that the user asked for.
-        self.accumulation_steps_set = self.accumulation_steps_asked = 0
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
         # Not earlier: model_init may have made the model, and sharded it.
         self.group = (getattr(self.model, "parallel", None) or replicated_on_all_ranks(self.model)).group
@@ -228,7 +226,9 @@ class DataParallelTrainerBase(abc.ABC):
             checkpoint = load_run(self, self.resumed_from)
         # Drop the loop of an earlier call.
         vars(self).pop("training_loop", None)
+        micro_batch_size = self._train_batch_size
         while True:
+            self._train_batch_size = micro_batch_size
             try:
                 self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
                 checkpoint = None

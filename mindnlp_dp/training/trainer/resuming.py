@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,15 +25,11 @@ def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[An
     """Return the loader of the training data, and the :class:`.ElasticBatchSchedule` of its batches. A collective.
 
     When the run ``saved`` is resumed, its global batch size is kept, whatever the number of ranks is now. An elastic
-    job keeps the global batch of its full size, unless it scales the batch with the number of ranks. This may change
-    the accumulation steps in ``trainer.args``. Raises ValueError if the data is not the saved run's, or if a pipeline's
-    batches cannot make up that global batch.
+    job keeps the global batch of its full size, unless it scales the batch with the number of ranks. Then the loader may
+    have other accumulation steps than the arguments. Raises ValueError if the data is not the saved run's, or if a
+    pipeline's batches cannot make up that global batch.
     """
     whole, saved = saved, None if restarts_epoch(trainer.args, saved) else saved
-    if trainer.args.gradient_accumulation_steps == trainer.accumulation_steps_set:
-        # An earlier call has set them: restore what the user asked for.
-        trainer.args = copy.copy(trainer.args)
-        trainer.args.gradient_accumulation_steps = trainer.accumulation_steps_asked
     planned = _global_batch(trainer) if saved is None else saved["planned_batch_size"]
     trainer.global_batch_size = None if planned is None else batch_of(planned, trainer.world.world_size)
     loader = trainer.open_training_data()
@@ -43,18 +38,16 @@ def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[An
     data = trainer.args.data_order(loader)
     if saved is not None:
         check_same_data(data, saved["data"], "start the epoch again with ignore_data_skip=True")
-    if trainer.global_batch_size is not None and loader.micro_steps != trainer.args.gradient_accumulation_steps:
-        trainer.accumulation_steps_asked = trainer.args.gradient_accumulation_steps
-        trainer.args = copy.copy(trainer.args)
-        trainer.args.gradient_accumulation_steps = trainer.accumulation_steps_set = loader.micro_steps
-        if trainer.world.is_main and trainer.args.global_batch_size is None and not pace.is_slower:
-            whose = "this job's" if saved is None else "the checkpoint's"
-            print(
-                f"training with {whose} global batch of {loader.global_batch_size} samples: "
-                f"gradient_accumulation_steps is {loader.micro_steps}"
-            )
+    is_derived = trainer.global_batch_size is not None and trainer.args.global_batch_size is None
+    is_changed = is_derived and loader.micro_steps != trainer.args.gradient_accumulation_steps
     if trainer.world.is_main and pace.is_slower:
         print(f"not all ranks of this job are there: training with {pace}")
+    elif trainer.world.is_main and is_changed:
+        whose = "this job's" if saved is None else "the checkpoint's"
+        print(
+            f"training with {whose} global batch of {loader.global_batch_size} samples: "
+            f"gradient_accumulation_steps is {loader.micro_steps}"
+        )
     return loader, pace
 
 

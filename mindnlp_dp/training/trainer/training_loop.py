@@ -75,7 +75,8 @@ class TrainingLoop:
         self.is_set_up = False
         self.ignore_keys_for_eval = ignore_keys_for_eval
         self.loader, self.pace = make_epoch_loader(trainer, checkpoint)
-        # make_epoch_loader() may have replaced the arguments, to change the accumulation steps.
+        # A global batch that was set, or the checkpoint's, may be smaller than the micro-batches that were asked for.
+        trainer._train_batch_size = self.loader.micro_batch_size
         self.args = trainer.args
         self.position = Position()
         self.agree = ControlAgreement(self.world)
