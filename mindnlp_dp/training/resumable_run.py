@@ -75,8 +75,10 @@ class FunctionalRun:
         self._whole = as_replicated(model, step.synchronizer.group)
         self.group = self._whole.world
         self.epoch = 0
-        # The number of updates that the epoch and the run had done when the epoch was opened.
-        self._opened_at = (0, step.num_updates)
+        # The windows of the epoch that are done, without the one that the loop has now, and what the step had done when
+        # the loop got that one.
+        self._windows_done = 0
+        self._updates_before: Optional[int] = None
         self._saved: Optional[dict[str, Any]] = None
         # The checkpoint of another run that this one has gone back to.
         self._unclaimed: Optional[Path] = None
@@ -89,9 +91,13 @@ class FunctionalRun:
 
     @property
     def position(self) -> Position:
-        """The position in the data: the epoch, and the number of its updates that are done."""
-        in_epoch, in_run = self._opened_at
-        return Position(self.epoch, in_epoch + self.step.num_updates - in_run)
+        """The position in the data: the epoch, and the number of its windows that are done.
+
+        The window that the loop has is done when the step has made an update since the loop got it, or when the loop
+        asks for the next one. Other updates of the step, between two epochs or of other data, are not counted.
+        """
+        is_done = self._updates_before is not None and self.step.num_updates > self._updates_before
+        return Position(self.epoch, self._windows_done + is_done)
 
     def windows(self, num_epochs: int) -> Iterator[Any]:
         """Yield the step's argument for every update, from the current position to the end of ``num_epochs`` epochs.
@@ -100,7 +106,7 @@ class FunctionalRun:
         """
         begin = self.position
         while begin.epoch < num_epochs:
-            self.epoch, self._opened_at = begin.epoch, (begin.update, self.step.num_updates)
+            self._stand_at(begin)
             windows = self.loader.windows(begin.epoch, begin.update)
             if self._saved is not None:
                 # Restored only now, because opening the data draws random numbers.
@@ -113,10 +119,15 @@ class FunctionalRun:
                         f"{self.step.accumulation_steps} at most: make it with accumulation_steps={len(window)}"
                     )
                 self._claim_checkpoint()
+                self._updates_before = self.step.num_updates
                 yield window if self.step.accumulation_steps > 1 else window[0]
+                self._stand_at(Position(begin.epoch, self._windows_done + 1))
             begin = Position(begin.epoch + 1)
         # The user may evaluate or save the model after the last epoch: give all ranks the same buffers.
         self._whole.broadcast_buffers()
+
+    def _stand_at(self, position: Position) -> None:
+        self.epoch, self._windows_done, self._updates_before = position.epoch, position.update, None
 
     def save(self) -> Path:
         """Write a checkpoint on one rank; the others wait for it, and raise its error if it fails.
@@ -203,8 +214,7 @@ class FunctionalRun:
                 f"global_batch_size={saved['global_batch_size']}), or save to another folder"
             )
         self._run_state.restore(saved)
-        position = Position(**saved["position"])
+        self._stand_at(Position(**saved["position"]))
         self.step.num_updates, self.step.grad_norm = saved["num_updates"], saved["grad_norm"]
-        self.epoch, self._opened_at = position.epoch, (position.update, self.step.num_updates)
         self._saved, self._unclaimed = saved, None if is_own else path
         return True

@@ -25,9 +25,9 @@ def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[An
     """Return the loader of the training data, and the :class:`.ElasticBatchSchedule` of its batches. A collective.
 
     When the run ``saved`` is resumed, its global batch size is kept, whatever the number of ranks is now. An elastic
-    job keeps the global batch of its full size, unless it scales the batch with the number of ranks. Then the loader may
-    have other accumulation steps than the arguments. Raises ValueError if the data is not the saved run's, or if a
-    pipeline's batches cannot make up that global batch.
+    job keeps the global batch of its full size, unless it scales the batch with the number of ranks. The accumulation
+    steps of the loader may then differ from those of the arguments. Raises ValueError if the data is not the saved
+    run's, or if a pipeline's batches cannot make up that global batch.
     """
     whole, saved = saved, None if restarts_epoch(trainer.args, saved) else saved
     planned = _global_batch(trainer) if saved is None else saved["planned_batch_size"]
