@@ -90,14 +90,6 @@ def write_weights(model: Any, folder: Path) -> None:
     save_file(arrays, folder / MODEL, metadata={"format": "np"})
 
 
-def write_module(model: Any, folder: Path) -> None:
-    """Write a model that is not a PreTrainedModel: adapters as PeftModel.from_pretrained reads them, or all weights."""
-    if has_adapters(model):
-        model.save_pretrained(str(folder))
-    else:
-        write_weights(model, folder)
-
-
 def write_adapters(model: Any, arrays: Mapping[str, np.ndarray], folder: Path) -> None:
     """Write adapters, given as full arrays by their parameters' names, as PeftModel.from_pretrained reads them."""
     from mindnlp.peft.utils.save_and_load import get_data_list

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from library import Trainer, TrainingArguments, is_0_5, set_seed
+from library import Trainer, TrainingArguments, is_0_5, nn, set_seed
 
 import mindnlp_dp as dp
 from models import Rows, alone, tiny_roberta, train, weights
@@ -59,14 +59,36 @@ class MyArguments(TrainingArguments):
     mine: int = 3
 
 
-def test_arguments_of_ones_own_are_saved_beside_the_model(group, shared_tmp_path):
+class Module(nn.Module):
+    """A model that is not one of Transformers'."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole = tiny_roberta()
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        return self.whole(input_ids, attention_mask, labels=labels)
+
+
+@pytest.mark.parametrize(("build", "safe"), [(tiny_roberta, True), (Module, True), (Module, False)])
+def test_arguments_of_ones_own_are_saved_beside_the_model(group, shared_tmp_path, build, safe):
     import mindtorch
 
     args = MyArguments(
-        str(shared_tmp_path), per_device_train_batch_size=2, max_steps=2, save_steps=2, disable_tqdm=True, mine=5
-    )
-    trainer = dp.DataParallelTrainer(tiny_roberta(), args, train_dataset=Rows(8 * group.world_size))
+        str(shared_tmp_path), per_device_train_batch_size=2, max_steps=2, save_steps=2, disable_tqdm=True, mine=5,
+        save_safetensors=safe,
+    )  # fmt: skip
+    trainer = dp.DataParallelTrainer(build(), args, train_dataset=Rows(8 * group.world_size))
     trainer.train()
+    trainer.save_model()
+    group.barrier()
+    files = {"model.safetensors" if safe else "pytorch_model.bin", "training_args.bin"}
+    assert {path.name for path in shared_tmp_path.iterdir() if path.is_file()} - {"config.json"} == files
+    if not safe:
+        saved = mindtorch.load(str(shared_tmp_path / "pytorch_model.bin"))
+        np.testing.assert_array_equal(
+            saved["whole.classifier.dense.weight"].asnumpy(), weights(trainer.model)["whole.classifier.dense.weight"]
+        )
     assert trainer.args.parallel_mode.value == ("distributed" if group.world_size > 1 else "not_distributed")
     if group.is_main:
         found = mindtorch.load(str(shared_tmp_path / "checkpoint-2" / "training_args.bin"), weights_only=False)

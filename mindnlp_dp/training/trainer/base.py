@@ -103,6 +103,10 @@ class DataParallelTrainerBase(abc.ABC):
     def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         """Prepare for a checkpoint at ``path``; ``metrics`` are of an evaluation after the last update, or None."""
 
+    @abc.abstractmethod
+    def write_pickled_weights(self, folder: Path) -> None:
+        """Write a module's weights as the library does with ``save_safetensors=False``."""
+
     @property
     def whole(self) -> ReplicatedModel:
         """The full model, whether it is replicated or sharded."""
@@ -150,6 +154,8 @@ class DataParallelTrainerBase(abc.ABC):
             self.args.greater_is_better = not self.args.metric_for_best_model.endswith("loss")
         if self.whole.is_sharded and getattr(self.args, "save_on_each_node", False):
             raise ValueError("save_on_each_node with a sharded model: rank 0 gathers and writes it, and no other rank")
+        if self.whole.is_sharded and not self.args.save_safetensors:
+            raise ValueError("save_safetensors=False with a sharded model: its weights are written as safetensors only")
         # An earlier call may have failed in the middle of an exchange, at a different point on each rank.
         self._synchronizer = None
         self.prepare_output_dir()

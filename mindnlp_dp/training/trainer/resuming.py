@@ -10,9 +10,10 @@ from typing import Any, Optional
 from mindnlp_dp.checkpoint.collective_save import NewCheckpoint, workspace_in, write_together
 from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
-from mindnlp_dp.checkpoint.writer import write_module, write_weights
+from mindnlp_dp.checkpoint.writer import write_weights
 from mindnlp_dp.data.dataset_adapter import is_batched_pipeline
 from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.job_context import max_world_size
 from mindnlp_dp.training.run_state import check_same_data
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
@@ -120,8 +121,16 @@ def save_parts(trainer: Any, folder: Path) -> None:
 
 
 def save_module(trainer: Any, folder: Path) -> None:
-    """Write a model that is not one of the library's, and its tokenizer or processor."""
+    """Write a model that is not one of the library's, and its tokenizer or processor.
+
+    Adapters are written as PeftModel.from_pretrained reads them; of other modules, all weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    write_module(trainer.model, folder)
+    if has_adapters(trainer.model):
+        trainer.model.save_pretrained(str(folder), safe_serialization=trainer.args.save_safetensors)
+    elif trainer.args.save_safetensors:
+        write_weights(trainer.model, folder)
+    else:
+        trainer.write_pickled_weights(folder)
     if trainer.processor is not None:
         trainer.processor.save_pretrained(str(folder))

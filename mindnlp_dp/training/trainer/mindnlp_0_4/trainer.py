@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional, Union
 
+from mindnlp.configs import WEIGHTS_NAME
+from mindnlp.core.serialization import save_checkpoint as save_checkpoint_of_mindnlp
+
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
 from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
@@ -142,6 +145,9 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
             value = args.metric_to_watch(metrics)
             if args.is_better(value, state.best_metric):
                 state.best_metric, state.best_model_checkpoint = value, str(path)
+
+    def write_pickled_weights(self, folder: Path) -> None:
+        save_checkpoint_of_mindnlp(self.model, str(folder / WEIGHTS_NAME))
 
     # Evaluation.
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
+
+from transformers.trainer import TRAINING_ARGS_NAME, WEIGHTS_NAME
 
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.loss_weight import count_labels
@@ -13,7 +16,7 @@ from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_5.arguments import DataParallelArguments, upgrade_arguments
-from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
+from mindnlp_dp.training.trainer.mindnlp_trainer import PreTrainedModel, Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
 
 
@@ -134,6 +137,15 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(path)
+
+    def write_pickled_weights(self, folder: Path) -> None:
+        mindnlp_api().save(self.model.state_dict(), str(folder / WEIGHTS_NAME))
+
+    def _save(self, output_dir: Optional[str] = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if not isinstance(self.model, PreTrainedModel):
+            # Transformers writes them beside every model.
+            mindnlp_api().save(self.args, os.path.join(output_dir or self.args.output_dir, TRAINING_ARGS_NAME))
 
     # Evaluation.
 
