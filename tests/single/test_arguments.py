@@ -116,6 +116,25 @@ def test_a_map_fn_that_would_not_be_called_is_refused():
         mapped(batches, lambda x: x)
 
 
+def test_a_callback_that_exports_its_state_as_in_transformers_gets_it_back():
+    class Counts:
+        def __init__(self, limit=3):
+            self.limit, self.count = limit, 0
+
+        def state(self):
+            return {"args": {"limit": self.limit}, "attributes": {"count": self.count}}
+
+        @classmethod
+        def from_state(cls, state):
+            raise AssertionError("the callback is there")
+
+    counts, later = Counts(), Counts(limit=5)
+    counts.count = 2
+    load_callback_states([later], callback_states([counts]))
+    # What the user passes to a resumed run counts.
+    assert (later.limit, later.count) == (5, 2)
+
+
 def test_a_callback_that_cannot_take_its_state_back_is_named():
     class Keeps:
         def state_dict(self):

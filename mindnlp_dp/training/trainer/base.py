@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -34,6 +35,7 @@ from mindnlp_dp.parallel.replicated_model import ReplicatedModel, as_replicated,
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.best_model import load_run
+from mindnlp_dp.training.trainer.callbacks import load_callback_states
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
@@ -344,6 +346,10 @@ class DataParallelTrainerBase(abc.ABC):
             return run_evaluation(self, dataset, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     # Checkpoints.
+
+    def load_callback_states(self, saved: Mapping[str, Any]) -> None:
+        """Restore the callbacks of a saved run, whose ``state`` the Trainer already has."""
+        load_callback_states(self.callback_handler.callbacks, saved["callbacks"])  # type: ignore[attr-defined]
 
     def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
         """Write the model to ``output_dir`` as one process would. A collective if the model is sharded."""

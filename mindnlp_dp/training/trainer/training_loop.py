@@ -49,7 +49,6 @@ from mindnlp_dp.training.trainer.callbacks import (
     ControlAgreement,
     callback_states,
     has_stopped_early,
-    load_callback_states,
     show_in_progress_bars,
 )
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerState, TrainOutput, has_length
@@ -461,8 +460,8 @@ class TrainingLoop:
         """Restore a saved run, and return True if it had ended; :meth:`restore_after_callbacks` restores the rest."""
         trainer = self.trainer
         self.run_state.restore(saved)
-        load_callback_states(trainer.callback_handler.callbacks, saved["callbacks"])
         trainer.state = TrainerState(**copy.deepcopy(saved["trainer_state"]))
+        trainer.load_callback_states(saved)
         trainer._globalstep_last_logged = saved["last_logged"]
         if not saved.get("in_place", False):
             self.saved_as = trainer.resumed_from

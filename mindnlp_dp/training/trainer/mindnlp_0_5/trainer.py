@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
+from transformers import TrainerControl
 from transformers.trainer import TRAINING_ARGS_NAME, WEIGHTS_NAME
+from transformers.trainer_callback import ExportableState
 
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.loss_weight import count_labels
@@ -16,7 +18,7 @@ from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_5.arguments import DataParallelArguments, upgrade_arguments
-from mindnlp_dp.training.trainer.mindnlp_trainer import PreTrainedModel, Trainer
+from mindnlp_dp.training.trainer.mindnlp_trainer import PreTrainedModel, Trainer, TrainerState
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
 
 
@@ -35,6 +37,8 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     args: DataParallelArguments
     data_collator: Any
     processing_class: Any
+    callback_handler: Any
+    control: TrainerControl
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         if args is None:
@@ -137,6 +141,19 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(path)
+        # TrainerState collects the states of the callbacks that it gets.
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        exporting = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=exporting).stateful_callbacks
+
+    def load_callback_states(self, saved: Mapping[str, Any]) -> None:
+        # In place, the callbacks are there; they are not replaced by new ones with the saved arguments.
+        if not saved.get("in_place", False):
+            control = self.control
+            self._load_callback_state()  # type: ignore[attr-defined]
+            # The flags are agreed on by all ranks.
+            self.control = control
+        super().load_callback_states(saved)
 
     def write_pickled_weights(self, folder: Path) -> None:
         mindnlp_api().save(self.model.state_dict(), str(folder / WEIGHTS_NAME))
