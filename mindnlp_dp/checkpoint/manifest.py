@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import secrets
@@ -78,6 +79,14 @@ def run_of(path: Path) -> Optional[RunId]:
         return RunId(str(run["name"]), int(run["number"]))
     except (TypeError, KeyError, ValueError):
         return None
+
+
+def hashes_of_weights(path: Path) -> Optional[dict[str, str]]:
+    """Return the hashes of a checkpoint's files of weights, by their names; None if it has none."""
+    files = _entry(path, "files")
+    if not isinstance(files, dict) or not any(path.glob(MODEL_FILES)):
+        return None
+    return {name: entry.get(HASH) for name, entry in files.items() if fnmatch.fnmatch(name, MODEL_FILES)}
 
 
 def set_run(path: Path, run: RunId) -> None:

@@ -624,7 +624,7 @@ def best_is_2(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("where", ["moved", "copied", "linked", "relative"])
+@pytest.mark.parametrize("where", ["moved", "copied", "copied in part", "linked", "relative"])
 def test_the_best_checkpoint_is_found_in_another_place(tmp_path, best_is_2, monkeypatch, where):
     shutil.copytree(best_is_2, tmp_path / "old" / "out")
     folder = tmp_path / "new"
@@ -633,6 +633,11 @@ def test_the_best_checkpoint_is_found_in_another_place(tmp_path, best_is_2, monk
         (tmp_path / "old" / "out").rename(folder)
     elif where == "copied":
         shutil.copytree(tmp_path / "old" / "out", folder)
+    elif where == "copied in part":
+        shutil.copytree(tmp_path / "old" / "out" / "checkpoint-4", folder / "checkpoint-4")
+        train_with_scores(folder, 5, [0.4], resume=True, save_total_limit=1)
+        assert [path.name for path in checkpoints_in(folder)] == ["checkpoint-5"]
+        shutil.copytree(tmp_path / "old" / "out" / "checkpoint-2", folder / "checkpoint-2")
     elif where == "linked":
         folder.symlink_to(tmp_path / "old" / "out")
     else:
@@ -654,14 +659,24 @@ def test_the_best_checkpoint_may_be_in_the_folder_where_the_run_began(tmp_path, 
     assert trainer.state.best_model_checkpoint == str(best_is_2 / "checkpoint-2")
 
 
+def test_a_checkpoint_of_another_run_with_its_name_is_not_the_best(tmp_path, best_is_2):
+    shutil.copytree(best_is_2, tmp_path / "out")
+    train_with_scores(tmp_path / "out", 4, [0.4], resume=True)
+    train_until(tmp_path / "out", 2, seed=5, learning_rate=1e-2)
+    with pytest.warns(RuntimeWarning, match="checkpoint-2, the best checkpoint so far"):
+        trainer = train_with_scores(tmp_path / "out", 5, [0.2], resume=str(tmp_path / "out" / "checkpoint-4"))
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-5"
+
+
 def test_a_best_checkpoint_that_is_gone_is_forgotten_when_the_run_is_resumed(tmp_path, best_is_2):
     shutil.copytree(best_is_2, tmp_path / "out")
+    train_with_scores(tmp_path / "out", 4, [0.4], resume=True)
     shutil.rmtree(tmp_path / "out" / "checkpoint-2")
     with pytest.warns(
         RuntimeWarning, match=r"checkpoint-2, the best checkpoint so far \(score: 0.9\), is not in .*/out"
     ):
-        trainer = train_with_scores(tmp_path / "out", 5, [0.4, 0.2], resume=True)
-    assert (trainer.state.best_metric, trainer.state.best_model_checkpoint) == (0.4, str(tmp_path / "out/checkpoint-4"))
+        trainer = train_with_scores(tmp_path / "out", 6, [0.3, 0.2], resume=True)
+    assert (trainer.state.best_metric, trainer.state.best_model_checkpoint) == (0.3, str(tmp_path / "out/checkpoint-5"))
 
 
 def test_a_best_checkpoint_that_is_deleted_during_training_is_no_error(tmp_path):

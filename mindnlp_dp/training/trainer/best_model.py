@@ -1,7 +1,7 @@
 """This module finds the best checkpoint again when a run is resumed, or forgets it; the Trainer and its loop call it.
 
-A checkpoint records the best one by its name if both are in the same folder, so that the folder can be moved or copied,
-and by its path if the run had begun in another folder. Checkpoints of earlier versions have paths only.
+A checkpoint records the path of the best one, and the hashes of its weights. It is looked for by its name in the folder
+that the run is resumed from, which may have been moved or copied, and then by its path.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import warnings
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.checkpoint.manifest import MODEL_FILES, run_of
+from mindnlp_dp.checkpoint.manifest import MODEL_FILES, hashes_of_weights
 from mindnlp_dp.parallel.replicated_model import load_checkpoint
 
 
 def load_run(trainer: Any, path: Path) -> dict[str, Any]:
     """Load a checkpoint's weights into the model, and return the state of its run. A collective."""
     saved = load_checkpoint(path, trainer.whole)
-    _find_best_model(trainer, path, saved["trainer_state"])
+    _find_best_model(trainer, path, saved)
     return saved
 
 
-def _find_best_model(trainer: Any, path: Path, state: dict[str, Any]) -> None:
+def _find_best_model(trainer: Any, path: Path, saved: dict[str, Any]) -> None:
     """Set the path of the best checkpoint, or forget it if it is not there any more, with a warning. A collective."""
+    state = saved["trainer_state"]
     recorded, value = state["best_model_checkpoint"], state["best_metric"]
     if recorded is not None:
 
         def find() -> Optional[Path]:
-            beside = path.parent / Path(recorded).name
-            is_beside = Path(recorded).name == recorded or run_of(beside) == run_of(path)
-            best = beside if is_beside else Path(recorded)
-            return best if any(best.glob(MODEL_FILES)) else None
+            # Another run may have replaced a checkpoint of this name. Without hashes, it is this checkpoint itself.
+            wanted = saved.get("best_weights") or hashes_of_weights(path)
+            candidates = [path.parent / Path(recorded).name, Path(recorded)]
+            return next((best for best in candidates if hashes_of_weights(best) == wanted), None)
 
         best = trainer.world.run_on_rank0(find, "looking for the best checkpoint")
         if best is None and trainer.world.is_main:
@@ -64,9 +65,11 @@ def forget_best_model(state: dict[str, Any]) -> None:
             state[name] = None
 
 
-def recorded_best(best: Optional[str], folder: Path) -> Optional[str]:
-    """Return what a checkpoint in ``folder`` records of the best one: its name if it is in the same folder."""
-    if best is None:
-        return None
-    path = Path(os.path.abspath(best))
-    return path.name if path.parent.resolve() == folder.resolve() else str(path)
+def record_best_model(run: dict[str, Any], path: Path) -> None:
+    """Record in the state of a run, which is saved to ``path``, how the best checkpoint is found again."""
+    state = run["trainer_state"]
+    best = state["best_model_checkpoint"]
+    run["best_weights"] = None
+    if best is not None:
+        state["best_model_checkpoint"] = os.path.abspath(best)
+        run["best_weights"] = None if Path(best) == path else hashes_of_weights(Path(best))

@@ -18,7 +18,7 @@ from mindnlp_dp.runtime.job_context import max_world_size
 from mindnlp_dp.training.run_state import check_same_data
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.batch_scaling import ElasticBatchSchedule, batch_of
-from mindnlp_dp.training.trainer.best_model import recorded_best
+from mindnlp_dp.training.trainer.best_model import record_best_model
 from mindnlp_dp.training.trainer.mindnlp_trainer import TRAINER_STATE_NAME
 
 
@@ -103,7 +103,7 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     run = None
     if not args.save_only_model:
         run = trainer.training_loop.state(sharded=args.sharded_checkpoints)
-        run["trainer_state"]["best_model_checkpoint"] = recorded_best(state.best_model_checkpoint, folder)
+        record_best_model(run, path)
     write_together(
         NewCheckpoint(path, run, model_writer, trainer.run_id, then, gathers_model=trainer.whole.is_sharded),
         trainer.world,
