@@ -7,6 +7,7 @@ checkpoint belongs to from the first update on; the later ones stay as they are.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import warnings
@@ -96,12 +97,13 @@ def named_checkpoint(path: Path) -> Path:
     try:
         read_manifest(path)
     except CheckpointError as error:
-        if not (path / MANIFEST).exists() and (names := _names_in(path)):
+        # Not Path.exists(), which raises PermissionError for a folder that may not be read.
+        if not os.path.exists(path / MANIFEST) and (names := _names_in(path)):
             raise CheckpointError(
                 f"{path} is a folder of checkpoints, not a checkpoint: resume from one of them ({names}), or pass True "
                 "for the newest one in output_dir"
             ) from None
-        if not path.exists() and (names := _names_in(path.parent)):
+        if not os.path.exists(path) and (names := _names_in(path.parent)):
             raise CheckpointError(f"{error}; {path.parent} has {names}") from None
         raise
     return path
