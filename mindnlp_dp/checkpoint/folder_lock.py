@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Optional
 
-NAME = ".lock"
+NAME = ".mindnlp_dp.lock"
 # A rank that was cut off from its job, and is being terminated, may still hold the lock.
 WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from mindnlp_dp.checkpoint.shards import open_sharded_arrays
 from mindnlp_dp.checkpoint.state_tree import array_names
+from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.job_context import job_id
 
 MANIFEST, STATE, MODEL = "checkpoint.json", "state.safetensors", "model.safetensors"
@@ -61,7 +63,7 @@ def write_manifest(folder: Path, outline: Any, run: Optional[RunId] = None) -> N
         manifest["run"] = asdict(run)
     if (job := job_id(os.environ)) is not None:
         manifest["job"] = job
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    _write_json(folder / MANIFEST, manifest)
 
 
 def job_of(path: Path) -> Optional[str]:
@@ -77,6 +79,25 @@ def run_of(path: Path) -> Optional[RunId]:
         return RunId(str(run["name"]), int(run["number"]))
     except (TypeError, KeyError, ValueError):
         return None
+
+
+def hashes_of_weights(path: Path) -> Optional[dict[str, str]]:
+    """Return the hashes of a checkpoint's files of weights, by their names; None if it has none."""
+    files = _entry(path, "files")
+    if not isinstance(files, dict) or not any(path.glob(MODEL_FILES)):
+        return None
+    return {name: entry.get(HASH) for name, entry in files.items() if fnmatch.fnmatch(name, MODEL_FILES)}
+
+
+def set_run(path: Path, run: RunId) -> None:
+    """Record that a checkpoint, which is complete, belongs to ``run``."""
+    manifest = {**read_manifest(path), "run": asdict(run)}
+    with atomic_write(path / MANIFEST) as file:
+        _write_json(file, manifest)
+
+
+def _write_json(file: Path, manifest: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def _entry(path: Path, name: str) -> Any:
@@ -101,7 +122,7 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the manifest is missing or damaged, or a file is missing or not as it was written.
     """
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -126,15 +147,17 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, whose other files are not verified.
+
+    Raises:
+        CheckpointError: there is no manifest, or it is damaged, or no run can be resumed from it.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         version = manifest["format"]
-    except OSError:
-        raise CheckpointError(
-            f"{path} has no {MANIFEST}, so no run can be resumed from it: it was saved by MindNLP's own Trainer, or in "
-            "part; from_pretrained may load its weights"
-        ) from None
+    except OSError as error:
+        raise CheckpointError(_without_manifest(path, error)) from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
     if version != FORMAT:
@@ -150,6 +173,22 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if wrong := _wrong_with(manifest):
         raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}")
     return manifest
+
+
+def _without_manifest(path: Path, error: OSError) -> str:
+    """Return what is at ``path``, whose manifest could not be read because of ``error``."""
+    if isinstance(error, NotADirectoryError):
+        return f"{path} is a file, and a checkpoint is a folder"
+    if not isinstance(error, FileNotFoundError):
+        return f"{path / MANIFEST} could not be read: {error.strerror}"
+    if not path.exists():
+        return f"{path} does not exist" + ("" if path.is_absolute() else f" in {Path.cwd()}")
+    if not any(path.iterdir()):
+        return f"{path} is empty, and no checkpoint"
+    return (
+        f"{path} has no {MANIFEST}, so no run can be resumed from it: it was saved by MindNLP's own Trainer, or in "
+        "part; from_pretrained may load its weights"
+    )
 
 
 def _wrong_with(manifest: dict[str, Any]) -> Optional[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Callable, Optional, Union
@@ -10,7 +13,7 @@ from typing import Any, Callable, Optional, Union
 import numpy as np
 from safetensors.numpy import save_file
 
-from mindnlp_dp.checkpoint.manifest import MODEL, STATE, RunId, write_manifest
+from mindnlp_dp.checkpoint.manifest import MANIFEST, MODEL, STATE, RunId, write_manifest
 from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state
 from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.arrays import from_host, to_host
@@ -29,6 +32,7 @@ def write_checkpoint(
     ``write_model`` is called with a folder, and writes the weights (files ``model*.safetensors``) and other files of
     the model into it. Without a state the folder holds the model alone, and no run can be resumed from it.
     """
+    _keep_folder_of_others(path)
     with atomic_write(path) as folder:
         outline = write_files(folder, state, write_model)
         write_manifest(folder, outline, run)
@@ -56,10 +60,23 @@ def publish_checkpoint(
 
     ``put_others`` puts other ranks' files into the folder that it is called with.
     """
+    _keep_folder_of_others(path)
     with atomic_write(path) as folder:
         shutil.copytree(files, folder, copy_function=link_or_copy)
         put_others(folder)
         write_manifest(folder, outline, run)
+
+
+def _keep_folder_of_others(path: Path) -> None:
+    """Rename what is at ``path`` if it is not a checkpoint of this package, which the new one may replace."""
+    if not os.path.lexists(path) or (path / MANIFEST).is_file() or (path / STATE).is_file():
+        return
+    names = itertools.chain([f"{path.name}-kept"], (f"{path.name}-kept-{number}" for number in itertools.count(2)))
+    other = next(new for name in names if not os.path.lexists(new := path.with_name(name)))
+    path.rename(other)
+    warnings.warn(
+        f"{path} is not a checkpoint of mindnlp_dp, and is kept as {other.name}", RuntimeWarning, stacklevel=3
+    )
 
 
 def write_weights(model: Any, folder: Path) -> None:
@@ -71,14 +88,6 @@ def write_weights(model: Any, folder: Path) -> None:
         if not skips_frozen or getattr(weight, "requires_grad", True)
     }
     save_file(arrays, folder / MODEL, metadata={"format": "np"})
-
-
-def write_module(model: Any, folder: Path) -> None:
-    """Write a model that is not a PreTrainedModel: adapters as PeftModel.from_pretrained reads them, or all weights."""
-    if has_adapters(model):
-        model.save_pretrained(str(folder))
-    else:
-        write_weights(model, folder)
 
 
 def write_adapters(model: Any, arrays: Mapping[str, np.ndarray], folder: Path) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.batches import Batch, Collator, collated, wanted
+from mindnlp_dp.data.batches import Batch, Collator, as_arrays, collated, wanted
 from mindnlp_dp.data.dataset_consistency import check_same_lengths, check_same_samples
 from mindnlp_dp.data.loader import IndexedLoader, Loader, PipelineLoader
 from mindnlp_dp.data.sampler import GlobalBatchSampler, largest_divisor

@@ -70,6 +70,11 @@ class IndexedLoader:
         return self.sampler.global_batch_size
 
     @property
+    def micro_batch_size(self) -> int:
+        """Number of samples in the largest micro-batch of a rank."""
+        return len(self.sampler.shard_positions(self.global_batch_size, 0)[0])
+
+    @property
     def micro_steps(self) -> int:
         """Number of micro-batches per rank in a full update."""
         sampler = self.sampler
@@ -141,6 +146,11 @@ class PipelineLoader:
     def global_batch_size(self) -> int:
         """Number of samples in an update, over all ranks."""
         return self._batch_size * self._accumulation_steps
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Number of samples in the largest micro-batch of a rank."""
+        return -(-self._batch_size // self._group.world_size)
 
     @property
     def micro_steps(self) -> int:

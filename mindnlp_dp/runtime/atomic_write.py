@@ -1,12 +1,13 @@
 """This module writes files and folders so that they are either complete or absent.
 
 A file or folder appears under its path in one rename, when the block that writes it has succeeded. A process that is
-killed leaves a workspace whose name begins with a dot, so that it is not mistaken for the real one.
+killed leaves a workspace, whose name no other program uses, and which is not mistaken for the real one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Union
 
+# The beginning of the names of workspaces.
+TEMPORARY = ".mindnlp_dp-"
 _OLD = "old"
 
 
@@ -21,7 +24,7 @@ _OLD = "old"
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path; what the block writes there replaces ``path`` when the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    workspace = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    workspace = make_temporary(path)
     try:
         temporary = workspace / path.name
         yield temporary
@@ -30,6 +33,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
         _flush_folder(path.parent)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
+
+
+def make_temporary(path: Path) -> Path:
+    """Make a workspace next to ``path``."""
+    return Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{path.name}-", dir=path.parent))
 
 
 def _replace(path: Path, new: Path, aside: Path) -> None:
@@ -44,13 +52,17 @@ def _replace(path: Path, new: Path, aside: Path) -> None:
         raise
 
 
-def remove_stale_temporaries(folder: Path, pattern: str) -> None:
-    """Remove the workspaces that killed writers of ``folder/pattern`` left; move old versions back if need be.
+def remove_stale_temporaries(folder: Path, prefix: str) -> None:
+    """Remove the workspaces that killed writers of ``folder/prefix-*`` left; move old versions back if need be.
 
     Call it only for a folder that no process is writing to.
     """
-    for workspace in folder.glob(f".{pattern}-*"):
-        path = folder / workspace.name[1:].rpartition("-")[0]
+    for workspace in folder.glob(f"{TEMPORARY}{prefix}-*"):
+        name, _, random = workspace.name[len(TEMPORARY) :].rpartition("-")
+        # As tempfile.mkdtemp() names them.
+        if re.fullmatch("[a-z0-9_]{8}", random) is None or not name.startswith(f"{prefix}-"):
+            continue
+        path = folder / name
         if (workspace / _OLD).exists() and not path.exists():
             (workspace / _OLD).rename(path)
         shutil.rmtree(workspace, ignore_errors=True)

@@ -23,10 +23,13 @@ from mindnlp_dp.checkpoint.collective_save import NewCheckpoint, write_together
 from mindnlp_dp.checkpoint.directory import (
     checkpoint_path,
     checkpoints_in,
+    claim_checkpoint,
     has_checkpoints,
+    named_checkpoint,
     newest_checkpoint,
     remove_old_checkpoints,
     remove_unfinished_checkpoints,
+    run_that_continues,
 )
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.manifest import RunId, run_of
@@ -47,7 +50,7 @@ class FunctionalRun:
         model: the model whose weights are saved: a MindNLP model or a cell.
         step: the train step that :func:`~mindnlp_dp.make_train_step` returned for the model.
         loader: the loader that :func:`~mindnlp_dp.make_loader` returned, made with the step's ``accumulation_steps``.
-        keep: number of newest checkpoints to keep; None keeps all.
+        keep: number of newest checkpoints to keep; None, 0 or less keeps all.
         sharded: every rank writes its part of the optimizer state; all hosts must share ``folder``.
 
     Attributes:
@@ -73,8 +76,12 @@ class FunctionalRun:
         self._whole = as_replicated(model, step.synchronizer.group)
         self.group = self._whole.world
         self.epoch = 0
-        # The number of updates that the epoch and the run had done when the epoch was opened.
-        self._opened_at = (0, step.num_updates)
+        # The windows of the epoch that are done, without the one that the loop has now, and what the step had done when
+        # the loop got that one.
+        self._windows_done = 0
+        self._updates_before: Optional[int] = None
+        # The checkpoint of another run that this one has gone back to.
+        self._unclaimed: Optional[Path] = None
         self._run_state = Run(self._whole, step.train_step)
         # Read in the constructor, which every rank calls: reading it may be a collective.
         self._data = {**loader.order, "seed": step.seed}
@@ -84,9 +91,13 @@ class FunctionalRun:
 
     @property
     def position(self) -> Position:
-        """The position in the data: the epoch, and the number of its updates that are done."""
-        in_epoch, in_run = self._opened_at
-        return Position(self.epoch, in_epoch + self.step.num_updates - in_run)
+        """The position in the data: the epoch, and the number of its windows that are done.
+
+        The window that the loop has is done when the step has made an update since the loop got it, or when the loop
+        asks for the next one. Other updates of the step, between two epochs or of other data, are not counted.
+        """
+        is_done = self._updates_before is not None and self.step.num_updates > self._updates_before
+        return Position(self.epoch, self._windows_done + is_done)
 
     def windows(self, num_epochs: int) -> Iterator[Any]:
         """Yield the step's argument for every update, from the current position to the end of ``num_epochs`` epochs.
@@ -95,7 +106,7 @@ class FunctionalRun:
         """
         begin = self.position
         while begin.epoch < num_epochs:
-            self.epoch, self._opened_at = begin.epoch, (begin.update, self.step.num_updates)
+            self._stand_at(begin)
             windows = self.loader.windows(begin.epoch, begin.update)
             for window in windows:
                 if len(window) > self.step.accumulation_steps:
@@ -103,11 +114,17 @@ class FunctionalRun:
                         f"the loader's updates have {len(window)} micro-batches, and the step takes "
                         f"{self.step.accumulation_steps} at most: make it with accumulation_steps={len(window)}"
                     )
+                self._claim_checkpoint()
+                self._updates_before = self.step.num_updates
                 seed_between_updates(self.step.seed, self._whole.seed_rank, self.step.num_updates)
                 yield window if self.step.accumulation_steps > 1 else window[0]
+                self._stand_at(Position(begin.epoch, self._windows_done + 1))
             begin = Position(begin.epoch + 1)
         # The user may evaluate or save the model after the last epoch: give all ranks the same buffers.
         self._whole.broadcast_buffers()
+
+    def _stand_at(self, position: Position) -> None:
+        self.epoch, self._windows_done, self._updates_before = position.epoch, position.update, None
 
     def save(self) -> Path:
         """Write a checkpoint on one rank; the others wait for it, and raise its error if it fails.
@@ -117,13 +134,14 @@ class FunctionalRun:
         """
         self.step.synchronizer.reset_error_feedback()
         run_id = self.group.run_on(self.group.is_main, self._become_writer, "preparing the folder of checkpoints")
-        path = checkpoint_path(self.folder, self.step.num_updates)
+        num_updates = self.step.num_updates
+        path = checkpoint_path(self.folder, num_updates)
         state: Any = {
             **self._run_state.state(keep=self.group.is_main, sharded=self.sharded),
             "data": self._data,
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),
-            "num_updates": self.step.num_updates,
+            "num_updates": num_updates,
             "grad_norm": self.step.grad_norm,
         }
 
@@ -131,7 +149,7 @@ class FunctionalRun:
 
         def then() -> None:
             assert run_id is not None, "this rank writes"
-            remove_old_checkpoints(self.folder, self.keep, [path], run_id)
+            remove_old_checkpoints(self.folder, self.keep, [path], run_id, step=num_updates)
 
         def model_writer(workspace: Path) -> Callable[[Path], None]:
             return self._whole.model_writer(workspace, lambda folder: write_weights(self.model, folder))
@@ -145,6 +163,14 @@ class FunctionalRun:
         heartbeat.has_saved(request)
         return path
 
+    def _claim_checkpoint(self) -> None:
+        """Let a run that went back to an earlier checkpoint own that one from now on. A collective."""
+        path, self._unclaimed = self._unclaimed, None
+        if path is not None:
+            self.group.run_on(
+                self.group.is_main, lambda: claim_checkpoint(path, self.folder, self._become_writer()), "resuming"
+            )
+
     def _become_writer(self) -> RunId:
         """Lock the folder against other jobs until this object or process ends; called on the rank that writes."""
         if self._lock is None:
@@ -155,22 +181,27 @@ class FunctionalRun:
             self._run_id = RunId.new(map(run_of, checkpoints_in(self.folder)))
         return self._run_id
 
-    def resume(self) -> bool:
-        """Resume from the newest complete checkpoint in ``folder``; return False if there is none.
+    def resume(self, checkpoint: Union[str, Path, None] = None) -> bool:
+        """Resume from a checkpoint, by default the newest complete one in ``folder``; return False if there is none.
+
+        Going back to an earlier checkpoint begins another run, which is then the one that :meth:`resume` continues.
 
         Raises:
             CheckpointError: no checkpoint is complete, or the checkpoint belongs to another model.
             ValueError: the checkpoint was made with other data, another global batch size or another optimizer.
         """
 
-        def choose() -> Optional[Path]:
-            return newest_checkpoint(self.folder) if has_checkpoints(self.folder) else None
+        def choose() -> Optional[tuple[Path, RunId, bool]]:
+            if checkpoint is None and not has_checkpoints(self.folder):
+                return None
+            path = newest_checkpoint(self.folder) if checkpoint is None else named_checkpoint(Path(checkpoint))
+            run = run_that_continues(path, self.folder, is_newest=checkpoint is None)
+            return path, run, run == run_of(path)
 
-        path = self.group.run_on_rank0(choose, "looking for a checkpoint")
-        if path is None:
+        found = self.group.run_on_rank0(choose, "looking for a checkpoint")
+        if found is None:
             return False
-        if self.group.is_main:
-            self._run_id = run_of(path)
+        path, self._run_id, is_own = found
         saved = load_checkpoint(path, self._whole)
         check_same_data(self._data, saved["data"], "save to another folder")
         if self.loader.global_batch_size != saved["global_batch_size"]:
@@ -180,7 +211,7 @@ class FunctionalRun:
                 f"global_batch_size={saved['global_batch_size']}), or save to another folder"
             )
         self._run_state.restore(saved)
-        position = Position(**saved["position"])
+        self._stand_at(Position(**saved["position"]))
         self.step.num_updates, self.step.grad_norm = saved["num_updates"], saved["grad_norm"]
-        self.epoch, self._opened_at = position.epoch, (position.update, self.step.num_updates)
+        self._unclaimed = None if is_own else path
         return True

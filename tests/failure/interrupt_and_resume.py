@@ -150,7 +150,7 @@ def kill_at_random(folder: Path, backend: str, rng: random.Random, num_kills: in
         if (folder / "result.json").exists():
             break
         hits += 1
-        saves += any(folder.glob(".checkpoint-*"))
+        saves += any(folder.glob(".mindnlp_dp-checkpoint-*"))
         check_newest(folder)
     assert Job(folder, (*LARGE, *any_settings(rng)), backend).result() == whole.result
     return hits, saves

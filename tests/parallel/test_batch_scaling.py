@@ -136,10 +136,15 @@ def test_a_second_training_has_the_batch_of_the_first(group, shared_tmp_path, mo
             monkeypatch.setenv(name, value)
     settings = {"global_batch_size": None, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     trainer = run(shared_tmp_path, kind=dp.DataParallelTrainer, max_steps=1, save_strategy="no", **settings)
+    args = trainer.args
     for _ in range(2):
         assert trainer.training_loop.loader.global_batch_size == 12 * group.world_size
-        assert trainer.args.gradient_accumulation_steps == 6
+        assert trainer.training_loop.loader.micro_steps == 6
+        # The user's arguments stay as they are, and what is changed in them counts.
+        assert trainer.args.gradient_accumulation_steps == 2
+        args.max_steps += 1
         trainer.train()
+        assert trainer.state.global_step == args.max_steps
 
 
 def test_what_cannot_be_scaled_is_refused(group, shared_tmp_path, missing):

@@ -39,8 +39,8 @@ class Scores:
 def test_the_best_model_is_everybodys_and_loaded_at_the_end(group, shared_tmp_path):
     trainer = train(
         tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
-        compute_metrics=Scores(group, [0.1, 0.7, 0.3, 0.7, 0.2, 0.6]), per_device_train_batch_size=4,
-        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True, save_total_limit=2,
+        compute_metrics=Scores(group, [np.nan, 0.7, 0.3, 0.7, np.nan, 0.6]), per_device_train_batch_size=4,
+        load_best_model_at_end=True, metric_for_best_model="score", save_total_limit=2,
         **EVERY_EPOCH,
     )  # fmt: skip
     assert same_on_every_rank(group, (trainer.state.best_metric, trainer.state.best_model_checkpoint)) == (
@@ -54,6 +54,21 @@ def test_the_best_model_is_everybodys_and_loaded_at_the_end(group, shared_tmp_pa
     for name, weight in weights(best).items():
         np.testing.assert_array_equal(weights(trainer.model)[name], weight, err_msg=name)
     dp.assert_replicas_in_sync(trainer.model)
+
+
+@pytest.mark.core
+def test_a_model_that_is_evaluated_after_its_checkpoint_can_be_the_best(group, shared_tmp_path):
+    """Every second update is saved, and every second save is followed by an evaluation, after its epoch."""
+    trainer = train(
+        tiny_roberta(seed=1), Rows(16 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
+        compute_metrics=Scores(group, [0.5, 0.7, 0.3]), per_device_train_batch_size=4, metric_for_best_model="score",
+        save_total_limit=2, **{**EVERY_EPOCH, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 2},
+    )  # fmt: skip
+    assert same_on_every_rank(group, (trainer.state.best_metric, trainer.state.best_model_checkpoint)) == (
+        0.7, str(shared_tmp_path / "checkpoint-8"),
+    )  # fmt: skip
+    group.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == ["checkpoint-12", "checkpoint-8"]
 
 
 def test_only_the_best_is_left_with_a_limit_of_one(group, shared_tmp_path):
@@ -70,7 +85,7 @@ def test_only_the_best_is_left_with_a_limit_of_one(group, shared_tmp_path):
 def test_early_stopping(group, shared_tmp_path):
     trainer = train(
         tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
-        compute_metrics=Scores(group, [0.1, 0.7, 0.3, 0.5]), per_device_train_batch_size=4,
+        compute_metrics=Scores(group, [np.nan, 0.7, 0.3, 0.5]), per_device_train_batch_size=4,
         load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
         callbacks=[EarlyStoppingCallback(early_stopping_patience=2)], **EVERY_EPOCH,
     )  # fmt: skip

@@ -119,6 +119,53 @@ def test_saved_at_an_epochs_end(group, shared_tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_run_that_went_back_continues_from_there(group, shared_tmp_path):
+    go(cell, shared_tmp_path, group, stop_at=6)
+    model, step, loader = cell(group, 3)
+    run = dp.FunctionalRun(shared_tmp_path, model, step, loader, keep=1)
+    assert run.resume(shared_tmp_path / "checkpoint-4")
+    # It is stopped before it saves.
+    step(next(run.windows(NUM_EPOCHS)))
+    del run
+    model, step, loader = cell(group, 3)
+    run = dp.FunctionalRun(shared_tmp_path, model, step, loader, keep=1)
+    assert run.resume()
+    assert step.num_updates == 4
+    step(next(run.windows(NUM_EPOCHS)))
+    run.save()
+    group.barrier()
+    # The abandoned checkpoint-6 stays, as those of every other run.
+    assert [path.name for path in checkpoints_in(shared_tmp_path)] == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_updates_of_other_data_are_not_counted_in_the_position(group, shared_tmp_path):
+    """The step is warmed up, used between windows and after an epoch, and one window is left out."""
+    net, step, loader = cell(group, 3)
+    run = dp.FunctionalRun(shared_tmp_path, net, step, loader)
+    other = next(loader_of(Points(8), group, collate=with_noise).windows())[0]
+    step(other)
+    assert (run.position.epoch, run.position.update) == (0, 0)
+    done = []
+    for number, window in enumerate(run.windows(2)):
+        assert (run.position.epoch, run.position.update) == divmod(number, len(loader))
+        if number != 1:
+            step(window)
+        if number in (2, 6):
+            step(other)
+            step(other)
+        done.append((run.position.epoch, run.position.update))
+        if number == 6:
+            break
+    assert done == [(0, 1), (0, 1), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2)]
+    run.save()
+    group.barrier()
+    net, step, loader = cell(group, 4)
+    run = dp.FunctionalRun(shared_tmp_path, net, step, loader)
+    assert run.resume()
+    assert (run.position.epoch, run.position.update, step.num_updates) == (1, 2, 11)
+    assert sum(1 for window in run.windows(2)) == len(loader) - 2
+
+
 def test_a_damaged_checkpoint_is_passed_over(group, shared_tmp_path):
     go(cell, shared_tmp_path, group, stop_at=4)
     if group.is_main:

@@ -18,7 +18,7 @@ from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint import collective_save, shards
-from mindnlp_dp.checkpoint.directory import checkpoints_in
+from mindnlp_dp.checkpoint.directory import WORKSPACE, checkpoints_in
 from mindnlp_dp.checkpoint.manifest import CheckpointError, check_checkpoint
 from mindnlp_dp.checkpoint.reader import read_state
 from mindnlp_dp.checkpoint.state_tree import unpack_state
@@ -343,7 +343,8 @@ def test_another_number_of_ranks_keeps_the_global_batch_and_the_order(group, sha
         shutil.copytree(shared_tmp_path / "stopped", mine)
         # Micro-batches divide the global batch, or the last one is smaller, or one could hold more than the batch.
         resumed = run(mine, single, rows, dropout=0.0, optim="sgd", resume=True, per_device_train_batch_size=micro)
-    assert resumed.args.gradient_accumulation_steps == steps
+    assert resumed.training_loop.loader.micro_steps == steps
+    assert resumed.state.train_batch_size == resumed._train_batch_size == min(micro, 8)
     said = f"training with the checkpoint's global batch of 8 samples: gradient_accumulation_steps is {steps}"
     assert said in capsys.readouterr().out
     for name, weight in weights(whole.model).items():
@@ -505,8 +506,8 @@ def test_an_error_drops_a_checkpoint_that_lacks_a_file(group, shared_tmp_path, m
 
     def is_time_to_fail():
         if is_there:
-            return len(list(shared_tmp_path.glob(".checkpoint-files-*/state-*"))) == group.world_size - 1
-        return group.rank < group.world_size - 1 or not list(shared_tmp_path.glob(".checkpoint-files-*"))
+            return len(list(shared_tmp_path.glob(f"{WORKSPACE}*/state-*"))) == group.world_size - 1
+        return group.rank < group.world_size - 1 or not list(shared_tmp_path.glob(f"{WORKSPACE}*"))
 
     class Fail(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -7,10 +7,15 @@ import os
 
 import numpy as np
 import pytest
-from library import Trainer, TrainingArguments, is_0_5, set_seed
+from library import Trainer, TrainerCallback, TrainingArguments, is_0_5, nn, set_seed
 
 import mindnlp_dp as dp
 from models import Rows, alone, tiny_roberta, train, weights
+
+if is_0_5:
+    from transformers.trainer_callback import ExportableState, TrainerState
+else:
+    ExportableState = object
 
 pytestmark = pytest.mark.skipif(not is_0_5, reason="of MindNLP 0.5")
 
@@ -60,18 +65,73 @@ class MyArguments(TrainingArguments):
     mine: int = 3
 
 
-def test_arguments_of_ones_own_are_saved_beside_the_model(group, shared_tmp_path):
+class Module(nn.Module):
+    """A model that is not one of Transformers'."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole = tiny_roberta()
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        return self.whole(input_ids, attention_mask, labels=labels)
+
+
+@pytest.mark.parametrize(("build", "safe"), [(tiny_roberta, True), (Module, True), (Module, False)])
+def test_arguments_of_ones_own_are_saved_beside_the_model(group, shared_tmp_path, build, safe):
     import mindtorch
 
     args = MyArguments(
-        str(shared_tmp_path), per_device_train_batch_size=2, max_steps=2, save_steps=2, disable_tqdm=True, mine=5
-    )
-    trainer = dp.DataParallelTrainer(tiny_roberta(), args, train_dataset=Rows(8 * group.world_size))
+        str(shared_tmp_path), per_device_train_batch_size=2, max_steps=2, save_steps=2, disable_tqdm=True, mine=5,
+        save_safetensors=safe,
+    )  # fmt: skip
+    trainer = dp.DataParallelTrainer(build(), args, train_dataset=Rows(8 * group.world_size))
     trainer.train()
+    trainer.save_model()
+    group.barrier()
+    files = {"model.safetensors" if safe else "pytorch_model.bin", "training_args.bin"}
+    assert {path.name for path in shared_tmp_path.iterdir() if path.is_file()} - {"config.json"} == files
+    if not safe:
+        saved = mindtorch.load(str(shared_tmp_path / "pytorch_model.bin"))
+        np.testing.assert_array_equal(
+            saved["whole.classifier.dense.weight"].asnumpy(), weights(trainer.model)["whole.classifier.dense.weight"]
+        )
     assert trainer.args.parallel_mode.value == ("distributed" if group.world_size > 1 else "not_distributed")
     if group.is_main:
         found = mindtorch.load(str(shared_tmp_path / "checkpoint-2" / "training_args.bin"), weights_only=False)
         assert (type(found), found.mine) == (MyArguments, 5)
+
+
+class Counts(TrainerCallback, ExportableState):
+    def __init__(self, limit=3):
+        self.limit, self.count = limit, 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.count += 1
+
+    def state(self):
+        return {"args": {"limit": self.limit}, "attributes": {"count": self.count}}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("restores", [False, True])
+def test_callbacks_that_export_their_states_get_them_back(group, shared_tmp_path, restores):
+    """As in Transformers, restore_callback_states_from_checkpoint restores the arguments of the callbacks, too."""
+    settings = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
+    train(
+        tiny_roberta(), Rows(24 * group.world_size), shared_tmp_path, max_steps=4,
+        callbacks=[Counts(), Counts(limit=4)], **settings,
+    )  # fmt: skip
+    group.barrier()
+    saved = TrainerState.load_from_json(str(shared_tmp_path / "checkpoint-2" / "trainer_state.json"))
+    assert [state["attributes"]["count"] for state in saved.stateful_callbacks["Counts"]] == [2, 2]
+    assert "TrainerControl" in saved.stateful_callbacks
+    trainer = train(
+        tiny_roberta(), Rows(24 * group.world_size), shared_tmp_path, max_steps=5, callbacks=[Counts(7), Counts(7)],
+        resume=str(shared_tmp_path / "checkpoint-2"), restore_callback_states_from_checkpoint=restores, **settings,
+    )  # fmt: skip
+    counts = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Counts)]
+    assert [(callback.limit, callback.count) for callback in counts] == [(3, 5), (4, 5)] if restores else [(7, 5)] * 2
+    assert trainer.state.global_step == 5
 
 
 def test_a_collator_may_return_more_than_tensors(group, tmp_path):

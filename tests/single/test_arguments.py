@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import types
 from dataclasses import dataclass
 
@@ -32,6 +33,35 @@ def test_plain_arguments_are_upgraded(tmp_path):
     assert (upgraded.learning_rate, upgraded.warmup_steps, upgraded.dataset_shuffle) == (0.5, 3, True)
     assert upgraded.world_size == 1
     assert upgrade_arguments(upgraded) is upgraded
+
+
+@pytest.mark.parametrize("kind", [dp.DataParallelArguments, TrainingArguments, MyArguments])
+@pytest.mark.parametrize(
+    ("metric", "asked", "expected"),
+    [
+        ("loss", None, False), ("eval_loss", None, False), ("eval_german_loss", None, False), ("log_loss", None, False),
+        ("accuracy", None, True), ("lossless", None, True), ("eval_german_loss", True, True), ("f1", False, False),
+    ],
+)  # fmt: skip
+def test_losses_of_any_name_are_better_when_smaller(tmp_path, kind, metric, asked, expected):
+    args = kind(str(tmp_path), metric_for_best_model=metric, greater_is_better=asked)
+    assert upgrade_arguments(args).greater_is_better is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "best", "is_better"),
+    [
+        (0.5, None, True),
+        (0.5, 0.4, True),
+        (0.4, 0.5, False),
+        (math.nan, None, False),
+        (math.nan, 0.5, False),
+        (0.1, math.nan, True),
+    ],
+)
+def test_nan_is_never_better(tmp_path, value, best, is_better):
+    args = dp.DataParallelArguments(str(tmp_path), metric_for_best_model="f1")
+    assert args.is_better(value, best) is is_better
 
 
 def test_a_subclass_keeps_its_fields(tmp_path):
@@ -95,6 +125,25 @@ def test_a_map_fn_that_would_not_be_called_is_refused():
     batches = NumpySlicesDataset({"x": [1, 2]}).batch(2)
     with pytest.raises(ValueError, match="is a BatchDataset that is batched already"):
         mapped(batches, lambda x: x)
+
+
+def test_a_callback_that_exports_its_state_as_in_transformers_gets_it_back():
+    class Counts:
+        def __init__(self, limit=3):
+            self.limit, self.count = limit, 0
+
+        def state(self):
+            return {"args": {"limit": self.limit}, "attributes": {"count": self.count}}
+
+        @classmethod
+        def from_state(cls, state):
+            raise AssertionError("the callback is there")
+
+    counts, later = Counts(), Counts(limit=5)
+    counts.count = 2
+    load_callback_states([later], callback_states([counts]))
+    # What the user passes to a resumed run counts.
+    assert (later.limit, later.count) == (5, 2)
 
 
 def test_a_callback_that_cannot_take_its_state_back_is_named():

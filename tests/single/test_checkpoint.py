@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from library import Stop, TrainerCallback
+from safetensors.numpy import load_file
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint import collective_save, folder_lock
@@ -441,15 +444,78 @@ def test_checkpoints_are_ordered_by_step_and_other_names_are_left_alone(tmp_path
 @pytest.mark.parametrize(
     ("limit", "keep", "left"),
     [
-        (None, [], [1, 2, 3, 4]), (0, [], [1, 2, 3, 4]), (9, [], [1, 2, 3, 4]), (2, [], [3, 4]), (1, [4], [4]),
-        (2, [1, 4], [1, 4]), (1, [2, 4], [2, 4]), (3, [1], [1, 3, 4]), (1, [1], [1]),
+        (None, [], [1, 2, 3, 4]), (0, [], [1, 2, 3, 4]), (-1, [], [1, 2, 3, 4]), (9, [], [1, 2, 3, 4]), (2, [], [3, 4]),
+        (1, [4], [4]), (2, [1, 4], [1, 4]), (1, [2, 4], [2, 4]), (3, [1], [1, 3, 4]), (1, [1], [1]),
     ],
 )  # fmt: skip
 def test_old_checkpoints_are_removed(tmp_path, limit, keep, left):
     for step in (1, 2, 3, 4):
         write(checkpoint_path(tmp_path, step))
-    remove_old_checkpoints(tmp_path, limit, [checkpoint_path(tmp_path, step) for step in keep], RUN)
+    remove_old_checkpoints(tmp_path, limit, [checkpoint_path(tmp_path, step) for step in keep], RUN, step=4)
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
+
+
+def test_a_checkpoint_that_is_a_link_is_removed_without_its_target(tmp_path):
+    write(tmp_path / "elsewhere" / "checkpoint-1")
+    (tmp_path / "checkpoint-1").symlink_to(tmp_path / "elsewhere" / "checkpoint-1")
+    write(tmp_path / "checkpoint-2")
+    remove_old_checkpoints(tmp_path, 1, [], RUN, step=2)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "elsewhere"]
+    check_checkpoint(tmp_path / "elsewhere" / "checkpoint-1")
+
+
+@pytest.mark.core
+def test_what_mindnlp_dp_did_not_write_is_never_removed(tmp_path):
+    folders = [
+        ".checkpoint-4-mine", ".checkpoint-4-abcdefgh", ".checkpoint-files-mine", ".checkpoint-2-removed",
+        ".mindnlp_dp-checkpoint-4-mine", ".mindnlp_dp-checkpoint-notes", "checkpoint-x", "checkpoint-2 (copy)",
+        "checkpoint-1", "checkpoint-2",
+    ]  # fmt: skip
+    for name in folders:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "note").write_text("mine")
+    for name in (".lock", "checkpoint-3"):
+        (tmp_path / name).write_text("mine")
+    with pytest.warns(RuntimeWarning, match="checkpoint-2 is not a checkpoint of mindnlp_dp, and is kept as .*-2-kept"):
+        train_until(tmp_path, 4, save_steps=1, save_total_limit=1, async_save=True)
+    has_checkpoints(tmp_path)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-4"]
+    kept = {f"checkpoint-{step}": f"checkpoint-{step}-kept" for step in (1, 2, 3)}
+    for name in folders:
+        assert (tmp_path / kept.get(name, name) / "note").read_text() == "mine"
+    for name in (".lock", "checkpoint-3"):
+        assert (tmp_path / kept.get(name, name)).read_text() == "mine"
+    assert len(os.listdir(tmp_path)) == len(folders) + 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("checkpoint-500", r"/checkpoint-500 does not exist; .* has checkpoint-2, checkpoint-4$"),
+        ("other/checkpoint-500", r"/other/checkpoint-500 does not exist$"),
+        ("", r"is a folder of checkpoints, not a checkpoint: .*\(checkpoint-2, checkpoint-4\), or pass True"),
+        ("empty", r"/empty is empty, and no checkpoint$"),
+        ("checkpoint-2/model.safetensors", r"model.safetensors is a file, and a checkpoint is a folder$"),
+        ("unreadable", r"/unreadable/checkpoint.json could not be read: Is a directory$"),
+        ("of-mindnlp", r"/of-mindnlp has no checkpoint.json, .*: it was saved by MindNLP's own Trainer, or in part"),
+    ],
+)
+def test_what_is_not_a_checkpoint_is_refused_by_what_it_is(tmp_path, capsys, name, message):
+    for step in (2, 4):
+        write(tmp_path / f"checkpoint-{step}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unreadable" / "checkpoint.json").mkdir(parents=True)
+    (tmp_path / "of-mindnlp").mkdir()
+    (tmp_path / "of-mindnlp" / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=message):
+        train_until(tmp_path, 4, resume=str(tmp_path / name))
+    assert "resuming from" not in capsys.readouterr().out
+
+
+def test_a_relative_path_that_does_not_exist_is_named_with_the_directory_that_it_is_relative_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"out/checkpoint-5 does not exist in {tmp_path}$"):
+        train_until(tmp_path, 4, resume="out/checkpoint-5")
 
 
 # Several runs in a folder.
@@ -475,11 +541,142 @@ def test_a_run_resumes_and_removes_its_own_checkpoints_only(tmp_path, capsys):
     assert [run_of(tmp_path / f"checkpoint-{step}").number for step in (4, 8)] == [2, 1]
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("stop_at", [3, 5], ids=["before it saves", "after it has saved"])
+def test_a_run_that_went_back_to_an_earlier_checkpoint_continues_from_there(tmp_path, capsys, stop_at):
+    train_until(tmp_path, 8)
+    # A run that cannot be resumed there does not go back.
+    with pytest.raises(ValueError, match="num_samples was 64 and is 32"):
+        train(tiny_roberta(), Rows(32), tmp_path, max_steps=8, resume=str(tmp_path / "checkpoint-4"), save_steps=2,
+              save_strategy="steps")  # fmt: skip
+    settings = {"learning_rate": 1e-4, "save_total_limit": 2}
+    with pytest.raises(KeyboardInterrupt):
+        train_until(tmp_path, 8, resume=str(tmp_path / "checkpoint-2"), callbacks=[Stop(stop_at)], **settings)
+    capsys.readouterr()
+    train_until(tmp_path, 12, resume=True, **settings)
+    assert f"resuming from {tmp_path}/checkpoint-{stop_at - 1}\n" in capsys.readouterr().out
+    # checkpoint-6 and checkpoint-8 were replaced; those of the new run are limited, and none is of the abandoned one.
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-10", "checkpoint-12"]
+    assert [run_of(path).number for path in checkpoints_in(tmp_path)] == [2, 2]
+
+
+def test_the_newest_checkpoint_of_an_earlier_run_is_gone_back_to(tmp_path):
+    train_until(tmp_path, 4)
+    train_until(tmp_path, 2, seed=5)
+    train_until(tmp_path, 6, resume=str(tmp_path / "checkpoint-4"))
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
+
+
+def test_a_run_that_does_not_train_leaves_the_newest_checkpoint_the_newest(tmp_path):
+    train_until(tmp_path, 4)
+    train_until(tmp_path, 2, resume=str(tmp_path / "checkpoint-2"))
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+
+
+def test_damaged_checkpoints_that_were_passed_over_are_removed_first(tmp_path):
+    train_until(tmp_path, 8)
+    (tmp_path / "checkpoint-8" / "model.safetensors").write_bytes(b"half")
+    with pytest.warns(RuntimeWarning, match="checkpoint-8 is damaged"):
+        train_until(tmp_path, 7, resume=True, save_steps=1, save_total_limit=3)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-4", "checkpoint-6", "checkpoint-7"]
+    assert len({run_of(path) for path in checkpoints_in(tmp_path)}) == 1
+
+
 def test_what_is_resumed_from_another_folder_is_a_run_of_its_own(tmp_path):
     train_until(tmp_path / "first", 2)
     train_until(tmp_path / "second", 4, resume=str(tmp_path / "first" / "checkpoint-2"))
     runs = [run_of(tmp_path / "first" / "checkpoint-2"), run_of(tmp_path / "second" / "checkpoint-4")]
     assert runs[0].name != runs[1].name
+
+
+class Scores:
+    """A metric with the given values."""
+
+    def __init__(self, *scores):
+        self.scores = iter(scores)
+
+    def __call__(self, prediction):
+        return {"score": next(self.scores)}
+
+
+def train_with_scores(folder, last, scores, **settings):
+    return train_until(
+        folder, last, save_steps=1, evaluation_strategy="steps", eval_steps=1, eval_dataset=Rows(4),
+        compute_metrics=Scores(*scores), load_best_model_at_end=True, metric_for_best_model="score", **settings,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def best_is_2(tmp_path_factory):
+    dp.init_process_group()
+    folder = tmp_path_factory.mktemp("best") / "first"
+    assert Path(train_with_scores(folder, 3, [0.1, 0.9, 0.3]).state.best_model_checkpoint).name == "checkpoint-2"
+    return folder
+
+
+@pytest.mark.parametrize("where", ["moved", "copied", "copied in part", "linked", "relative"])
+def test_the_best_checkpoint_is_found_in_another_place(tmp_path, best_is_2, monkeypatch, where):
+    shutil.copytree(best_is_2, tmp_path / "old" / "out")
+    folder = tmp_path / "new"
+    train_with_scores(tmp_path / "old" / "out", 4, [0.2], resume=True)
+    if where == "moved":
+        (tmp_path / "old" / "out").rename(folder)
+    elif where == "copied":
+        shutil.copytree(tmp_path / "old" / "out", folder)
+    elif where == "copied in part":
+        shutil.copytree(tmp_path / "old" / "out" / "checkpoint-4", folder / "checkpoint-4")
+        train_with_scores(folder, 5, [0.4], resume=True, save_total_limit=1)
+        assert [path.name for path in checkpoints_in(folder)] == ["checkpoint-5"]
+        shutil.copytree(tmp_path / "old" / "out" / "checkpoint-2", folder / "checkpoint-2")
+    elif where == "linked":
+        folder.symlink_to(tmp_path / "old" / "out")
+    else:
+        monkeypatch.chdir(tmp_path / "old")
+        folder = Path("out")
+    trainer = train_with_scores(folder, 6, [0.4, 0.5], resume=True, save_total_limit=2)
+    assert trainer.state.best_model_checkpoint == str(folder / "checkpoint-2")
+    assert [path.name for path in checkpoints_in(folder)] == ["checkpoint-2", "checkpoint-6"]
+    best = load_file(folder / "checkpoint-2" / "model.safetensors")
+    np.testing.assert_array_equal(weights(trainer.model)["classifier.dense.weight"], best["classifier.dense.weight"])
+
+
+def test_the_best_checkpoint_may_be_in_the_folder_where_the_run_began(tmp_path, best_is_2):
+    second = tmp_path / "second"
+    # Another run's checkpoint with the best one's name.
+    write(second / "checkpoint-2", run=RunId("another run", 1))
+    train_with_scores(second, 4, [0.4], resume=str(best_is_2 / "checkpoint-3"))
+    trainer = train_with_scores(second, 5, [0.2], resume=True)
+    assert trainer.state.best_model_checkpoint == str(best_is_2 / "checkpoint-2")
+
+
+def test_a_checkpoint_of_another_run_with_its_name_is_not_the_best(tmp_path, best_is_2):
+    shutil.copytree(best_is_2, tmp_path / "out")
+    train_with_scores(tmp_path / "out", 4, [0.4], resume=True)
+    train_until(tmp_path / "out", 2, seed=5, learning_rate=1e-2)
+    with pytest.warns(RuntimeWarning, match="checkpoint-2, the best checkpoint so far"):
+        trainer = train_with_scores(tmp_path / "out", 5, [0.2], resume=str(tmp_path / "out" / "checkpoint-4"))
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-5"
+
+
+def test_a_best_checkpoint_that_is_gone_is_forgotten_when_the_run_is_resumed(tmp_path, best_is_2):
+    shutil.copytree(best_is_2, tmp_path / "out")
+    train_with_scores(tmp_path / "out", 4, [0.4], resume=True)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    with pytest.warns(
+        RuntimeWarning, match=r"checkpoint-2, the best checkpoint so far \(score: 0.9\), is not in .*/out"
+    ):
+        trainer = train_with_scores(tmp_path / "out", 6, [0.3, 0.2], resume=True)
+    assert (trainer.state.best_metric, trainer.state.best_model_checkpoint) == (0.3, str(tmp_path / "out/checkpoint-5"))
+
+
+def test_a_best_checkpoint_that_is_deleted_during_training_is_no_error(tmp_path):
+    class Delete(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                shutil.rmtree(tmp_path / "checkpoint-1")
+
+    with pytest.warns(RuntimeWarning, match="checkpoint-1, the best checkpoint, is not there any more"):
+        train_with_scores(tmp_path, 2, [0.9, 0.1], callbacks=[Delete()])
 
 
 def test_one_job_writes_to_a_folder(tmp_path):
@@ -495,7 +692,7 @@ def test_one_job_writes_to_a_folder(tmp_path):
         """), str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert holder.stdout.readline() == "locked\n"
-    workspace = tmp_path / ".checkpoint-2-abcdefgh"
+    workspace = tmp_path / ".mindnlp_dp-checkpoint-2-abcdefgh"
     workspace.mkdir()
     with pytest.raises(RuntimeError, match=f"another job is writing.*process {holder.pid} on .*its own output_dir"):
         lock_folder(tmp_path, wait_seconds=0.2)
@@ -506,10 +703,10 @@ def test_one_job_writes_to_a_folder(tmp_path):
     locks = [lock_folder(tmp_path), lock_folder(tmp_path)]
     assert holder.wait() == 0
     for lock in locks:
-        assert (tmp_path / ".lock").exists()
+        assert (tmp_path / folder_lock.NAME).exists()
         lock.release()
         lock.release()
-    assert not (tmp_path / ".lock").exists()
+    assert not (tmp_path / folder_lock.NAME).exists()
     assert not has_checkpoints(tmp_path)
     assert not workspace.exists()
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
+from mindnlp.core import nn
+from mindnlp.core.serialization import load_checkpoint
 from mindnlp.engine import Trainer, TrainingArguments
 from mindspore.dataset import GeneratorDataset
 
@@ -70,6 +74,23 @@ def test_a_saved_model_is_loaded_by_plain_mindnlp(tmp_path):
     loaded = RobertaForSequenceClassification.from_pretrained(str(tmp_path / "model"))
     for name, weight in weights(loaded).items():
         np.testing.assert_array_equal(weight, weights(trainer.model)[name], err_msg=name)
+
+
+def test_a_module_is_saved_without_safetensors_as_mindnlp_does(tmp_path):
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.whole = tiny_roberta()
+
+        def forward(self, input_ids, attention_mask, labels=None):
+            return self.whole(input_ids, attention_mask, labels=labels)
+
+    trainer = train(Module(), Rows(8), tmp_path, per_device_train_batch_size=4, save_safetensors=False)
+    trainer.save_model(str(tmp_path / "model"))
+    assert os.listdir(tmp_path / "model") == ["mindspore_model.ckpt"]
+    saved = load_checkpoint(str(tmp_path / "model" / "mindspore_model.ckpt"))
+    for name, weight in weights(trainer.model).items():
+        np.testing.assert_array_equal(saved[name].asnumpy(), weight, err_msg=name)
 
 
 def test_streams_need_max_steps(tmp_path):

@@ -198,8 +198,10 @@ class DataParallelArgumentsBase(TrainingArguments):
         return metrics[name]
 
     def is_better(self, value: float, best: Optional[float]) -> bool:
-        """Tell whether a value of that metric is better than the best one so far."""
-        return best is None or (value > best if self.greater_is_better else value < best)
+        """Tell whether a value of that metric is better than the best one so far; any number is better than NaN."""
+        if math.isnan(value):
+            return False
+        return best is None or math.isnan(best) or (value > best if self.greater_is_better else value < best)
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:

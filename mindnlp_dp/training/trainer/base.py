@@ -16,7 +16,12 @@ from typing import Any, ClassVar, Optional, Union
 import numpy as np
 
 from mindnlp_dp.checkpoint.background import BackgroundWriter
-from mindnlp_dp.checkpoint.directory import choose_checkpoint, remove_leftovers, remove_unfinished_checkpoints
+from mindnlp_dp.checkpoint.directory import (
+    choose_checkpoint,
+    claim_checkpoint,
+    remove_leftovers,
+    remove_unfinished_checkpoints,
+)
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.manifest import RunId
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
@@ -26,16 +31,12 @@ from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.kernels.dispatch import medium_precision
-from mindnlp_dp.parallel.replicated_model import (
-    ReplicatedModel,
-    as_replicated,
-    load_checkpoint,
-    replicated_on_all_ranks,
-)
+from mindnlp_dp.parallel.replicated_model import ReplicatedModel, as_replicated, replicated_on_all_ranks
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.random_state import restored_generators
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
-from mindnlp_dp.training.trainer.callbacks import AFTER_OPTIMIZER, call_optimizer_event
+from mindnlp_dp.training.trainer.best_model import load_run
+from mindnlp_dp.training.trainer.callbacks import AFTER_OPTIMIZER, call_optimizer_event, load_callback_states
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
 from mindnlp_dp.training.trainer.mindnlp_trainer import (
     EVAL_STRATEGY,
@@ -92,8 +93,6 @@ class DataParallelTrainerBase(abc.ABC):
         self.current_tokens = 0
         # Samples per update; None if it follows from the other settings and the number of ranks.
         self.global_batch_size: Optional[int] = None
-        # The gradient accumulation steps that make_epoch_loader() set for it, and those that the user asked for.
-        self.accumulation_steps_set = self.accumulation_steps_asked = 0
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
         # Not earlier: model_init may have made the model, and sharded it.
         self.group = (getattr(self.model, "parallel", None) or replicated_on_all_ranks(self.model)).group
@@ -137,6 +136,10 @@ class DataParallelTrainerBase(abc.ABC):
     def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         """Prepare for a checkpoint at ``path``; ``metrics`` are of an evaluation after the last update, or None."""
 
+    @abc.abstractmethod
+    def write_pickled_weights(self, folder: Path) -> None:
+        """Write a module's weights as the library does with ``save_safetensors=False``."""
+
     @property
     def whole(self) -> ReplicatedModel:
         """The full model, whether it is replicated or sharded."""
@@ -179,9 +182,14 @@ class DataParallelTrainerBase(abc.ABC):
                 f"loss_weight of this Trainer is {self.loss_weight!r}, and has to be a method: what a micro-batch "
                 "weighs in the mean over ranks; give your own attribute another name"
             )
+        if self.args.greater_is_better is None and self.args.metric_for_best_model is not None:
+            # The library decides when the arguments are made, and this name was given later.
+            self.args.greater_is_better = not self.args.metric_for_best_model.endswith("loss")
         if self.whole.is_sharded and getattr(self.args, "save_on_each_node", False):
             raise ValueError("save_on_each_node with a sharded model: rank 0 gathers and writes it, and no other rank")
         self._check_evaluation()
+        if self.whole.is_sharded and not self.args.save_safetensors:
+            raise ValueError("save_safetensors=False with a sharded model: its weights are written as safetensors only")
         # An earlier call may have failed in the middle of an exchange, at a different point on each rank.
         self._synchronizer = None
         # MindNLP's training_step caches the model and the optimizer's parameters of its first call in grad_fn.
@@ -214,6 +222,13 @@ class DataParallelTrainerBase(abc.ABC):
         """Return whether this Trainer has a method that is the user's own, and not the library's."""
         method = getattr(self, name, None)
         return method is not None and method.__module__.partition(".")[0] not in _LIBRARIES
+
+    def claim_checkpoint(self) -> None:
+        """Let a run that went back to an earlier checkpoint own that one from now on. A collective."""
+        path, run = self.resumed_from, self.run_id
+        if path is not None and self._saves:
+            folder = Path(self.args.output_dir)
+            self.world.run_on_rank0(lambda: claim_checkpoint(path, folder, run), "preparing output_dir")
 
     @property
     def _saves(self) -> bool:
@@ -267,10 +282,12 @@ class DataParallelTrainerBase(abc.ABC):
     def _run_training_loop(self, ignore_keys_for_eval: Optional[list[str]]) -> Any:
         checkpoint = None
         if self.resumed_from is not None:
-            checkpoint = load_checkpoint(self.resumed_from, self.whole)
+            checkpoint = load_run(self, self.resumed_from)
         # Drop the loop of an earlier call.
         vars(self).pop("training_loop", None)
+        micro_batch_size = self._train_batch_size
         while True:
+            self._train_batch_size = micro_batch_size
             try:
                 self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
                 checkpoint = None
@@ -406,6 +423,10 @@ class DataParallelTrainerBase(abc.ABC):
             return run_evaluation(self, loader, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     # Checkpoints.
+
+    def load_callback_states(self, saved: Mapping[str, Any]) -> None:
+        """Restore the callbacks of a saved run, whose ``state`` the Trainer already has."""
+        load_callback_states(self.callback_handler.callbacks, saved["callbacks"])  # type: ignore[attr-defined]
 
     def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
         """Write the model to ``output_dir`` as one process would. A collective if the model is sharded."""

@@ -16,12 +16,22 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 _COUNTER = "early_stopping_patience_counter"
 
 
+def is_exportable(callback: Any) -> bool:
+    """Tell whether a callback has the ``state()`` and ``from_state()`` of Transformers' ``ExportableState``."""
+    return callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None))
+
+
 def callback_states(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return the state of every callback that has one: its ``state_dict()``, or an early stopper's counter."""
+    """Return the state of every callback that has one.
+
+    It is its ``state_dict()``, the attributes that it exports to Transformers, or an early stopper's counter.
+    """
     states = []
     for callback in callbacks:
         if hasattr(callback, "state_dict"):
             states.append((type(callback).__name__, callback.state_dict()))
+        elif is_exportable(callback):
+            states.append((type(callback).__name__, callback.state().get("attributes", {})))
         elif hasattr(callback, _COUNTER):
             states.append((type(callback).__name__, getattr(callback, _COUNTER)))
     return states
@@ -41,6 +51,9 @@ def load_callback_states(callbacks: Iterable[Any], states: Iterable[tuple[str, A
         left.remove(match)
         if hasattr(callback, "load_state_dict"):
             callback.load_state_dict(match[1])
+        elif isinstance(match[1], dict) and is_exportable(callback):
+            for name, value in match[1].items():
+                setattr(callback, name, value)
         elif hasattr(callback, _COUNTER):
             setattr(callback, _COUNTER, match[1])
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,15 @@ from typing import Any, Optional
 from mindnlp_dp.checkpoint.collective_save import NewCheckpoint, workspace_in, write_together
 from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
-from mindnlp_dp.checkpoint.writer import write_module, write_weights
+from mindnlp_dp.checkpoint.writer import write_weights
 from mindnlp_dp.data.dataset_adapter import is_batched_pipeline
 from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.job_context import max_world_size
 from mindnlp_dp.training.run_state import check_same_data
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.batch_scaling import ElasticBatchSchedule, batch_of
+from mindnlp_dp.training.trainer.best_model import record_best_model
 from mindnlp_dp.training.trainer.mindnlp_trainer import TRAINER_STATE_NAME
 
 
@@ -25,15 +26,11 @@ def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[An
     """Return the loader of the training data, and the :class:`.ElasticBatchSchedule` of its batches. A collective.
 
     When the run ``saved`` is resumed, its global batch size is kept, whatever the number of ranks is now. An elastic
-    job keeps the global batch of its full size, unless it scales the batch with the number of ranks. This may change
-    the accumulation steps in ``trainer.args``. Raises ValueError if the data is not the saved run's, or if a pipeline's
-    batches cannot make up that global batch.
+    job keeps the global batch of its full size, unless it scales the batch with the number of ranks. The accumulation
+    steps of the loader may then differ from those of the arguments. Raises ValueError if the data is not the saved
+    run's, or if a pipeline's batches cannot make up that global batch.
     """
     whole, saved = saved, None if restarts_epoch(trainer.args, saved) else saved
-    if trainer.args.gradient_accumulation_steps == trainer.accumulation_steps_set:
-        # An earlier call has set them: restore what the user asked for.
-        trainer.args = copy.copy(trainer.args)
-        trainer.args.gradient_accumulation_steps = trainer.accumulation_steps_asked
     planned = _global_batch(trainer) if saved is None else saved["planned_batch_size"]
     trainer.global_batch_size = None if planned is None else batch_of(planned, trainer.world.world_size)
     loader = trainer.open_training_data()
@@ -42,18 +39,16 @@ def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[An
     data = trainer.args.data_order(loader)
     if saved is not None:
         check_same_data(data, saved["data"], "start the epoch again with ignore_data_skip=True")
-    if trainer.global_batch_size is not None and loader.micro_steps != trainer.args.gradient_accumulation_steps:
-        trainer.accumulation_steps_asked = trainer.args.gradient_accumulation_steps
-        trainer.args = copy.copy(trainer.args)
-        trainer.args.gradient_accumulation_steps = trainer.accumulation_steps_set = loader.micro_steps
-        if trainer.world.is_main and trainer.args.global_batch_size is None and not pace.is_slower:
-            whose = "this job's" if saved is None else "the checkpoint's"
-            print(
-                f"training with {whose} global batch of {loader.global_batch_size} samples: "
-                f"gradient_accumulation_steps is {loader.micro_steps}"
-            )
+    is_derived = trainer.global_batch_size is not None and trainer.args.global_batch_size is None
+    is_changed = is_derived and loader.micro_steps != trainer.args.gradient_accumulation_steps
     if trainer.world.is_main and pace.is_slower:
         print(f"not all ranks of this job are there: training with {pace}")
+    elif trainer.world.is_main and is_changed:
+        whose = "this job's" if saved is None else "the checkpoint's"
+        print(
+            f"training with {whose} global batch of {loader.global_batch_size} samples: "
+            f"gradient_accumulation_steps is {loader.micro_steps}"
+        )
     return loader, pace
 
 
@@ -76,7 +71,8 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     """Write a checkpoint, on the ranks that save; the others return when it is written, or raise the same error."""
     args, state = trainer.args, trainer.state
     folder = Path(args.output_dir)
-    path = checkpoint_path(folder, state.global_step)
+    step = state.global_step
+    path = checkpoint_path(folder, step)
     trainer.on_checkpoint(path, metrics)
     trainer.store_flos()
     if args.async_save:
@@ -101,10 +97,13 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     request = heartbeat.checkpoint_request()
 
     def then() -> None:
-        remove_old_checkpoints(folder, args.save_total_limit, keep, trainer.run_id)
+        remove_old_checkpoints(folder, args.save_total_limit, keep, trainer.run_id, step=step)
         heartbeat.has_saved(request)
 
-    run = None if args.save_only_model else trainer.training_loop.state(sharded=args.sharded_checkpoints)
+    run = None
+    if not args.save_only_model:
+        run = trainer.training_loop.state(sharded=args.sharded_checkpoints)
+        record_best_model(run, path)
     write_together(
         NewCheckpoint(path, run, model_writer, trainer.run_id, then, gathers_model=trainer.whole.is_sharded),
         trainer.world,
@@ -122,8 +121,16 @@ def save_parts(trainer: Any, folder: Path) -> None:
 
 
 def save_module(trainer: Any, folder: Path) -> None:
-    """Write a model that is not one of the library's, and its tokenizer or processor."""
+    """Write a model that is not one of the library's, and its tokenizer or processor.
+
+    Adapters are written as PeftModel.from_pretrained reads them; of other modules, all weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    write_module(trainer.model, folder)
+    if has_adapters(trainer.model):
+        trainer.model.save_pretrained(str(folder), safe_serialization=trainer.args.save_safetensors)
+    elif trainer.args.save_safetensors:
+        write_weights(trainer.model, folder)
+    else:
+        trainer.write_pickled_weights(folder)
     if trainer.processor is not None:
         trainer.processor.save_pretrained(str(folder))

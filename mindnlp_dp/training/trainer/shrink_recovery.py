@@ -14,8 +14,8 @@ from typing import Any
 
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.communication.replicas import broadcast_parameters
-from mindnlp_dp.parallel.replicated_model import load_checkpoint
 from mindnlp_dp.runtime.job_context import job_id, min_world_size
+from mindnlp_dp.training.trainer.best_model import forget_best_model, holds_weights, load_run
 from mindnlp_dp.training.trainer.callbacks import FLAGS, STOPS
 
 # The entries of a run's state that each rank takes from its own state, not from another rank's.
@@ -90,18 +90,14 @@ def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[st
     kept = (*_OWN, "optimizer") if all_have_it else _OWN
     sent = pack_state({name: value for name, value in state.items() if name not in kept})
     state = {**unpack_state(world.broadcast_object(sent, source)), **{name: state[name] for name in kept}}
-    _forget_lost_best_model(trainer, state["trainer_state"])
+    best = state["trainer_state"]["best_model_checkpoint"]
+    if best is not None and not holds_weights(trainer, Path(best)):
+        # It was still being written.
+        if world.is_main:
+            lost = "the best checkpoint so far, was lost with a rank: the best of the next ones counts"
+            print(f"{best}, {lost}", flush=True)
+        forget_best_model(state["trainer_state"])
     return state
-
-
-def _forget_lost_best_model(trainer: Any, state: dict[str, Any]) -> None:
-    """Forget the best checkpoint if it was still being written when a rank was lost. A collective."""
-    best = state["best_model_checkpoint"]
-    if best is None or trainer.world.run_on_rank0(Path(best).is_dir, "looking for the best checkpoint"):
-        return
-    if trainer.world.is_main:
-        print(f"{best}, the best checkpoint so far, was lost with a rank: the best of the next ones counts", flush=True)
-    state["best_model_checkpoint"] = state["best_metric"] = None
 
 
 def _newest_checkpoint(trainer: Any) -> dict[str, Any]:
@@ -111,4 +107,4 @@ def _newest_checkpoint(trainer: Any) -> dict[str, Any]:
             "a rank was lost, and with it a part of the optimizer's state, which is sharded; no checkpoint exists to "
             "continue from. Save more often, or use zero_stage=0"
         )
-    return load_checkpoint(trainer.resumed_from, trainer.whole)
+    return load_run(trainer, trainer.resumed_from)

@@ -21,13 +21,14 @@ import logging
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.background import WriterStatus
-from mindnlp_dp.checkpoint.directory import remove_old_checkpoints
+from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
 from mindnlp_dp.data_parallel.accumulation import MicroStep
@@ -46,6 +47,7 @@ from mindnlp_dp.training.metrics import Activity, LossMeter, SpeedMeter, count_i
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import StepTimeline
 from mindnlp_dp.training.train_step import TrainStep
+from mindnlp_dp.training.trainer.best_model import holds_weights
 from mindnlp_dp.training.trainer.callbacks import (
     BEFORE_OPTIMIZER,
     STOPS,
@@ -53,7 +55,6 @@ from mindnlp_dp.training.trainer.callbacks import (
     call_optimizer_event,
     callback_states,
     has_stopped_early,
-    load_callback_states,
     show_in_progress_bars,
     takes_event,
 )
@@ -80,7 +81,8 @@ class TrainingLoop:
         self.is_set_up = False
         self.ignore_keys_for_eval = ignore_keys_for_eval
         self.loader, self.pace = make_epoch_loader(trainer, checkpoint)
-        # make_epoch_loader() may have replaced the arguments, to change the accumulation steps.
+        # A global batch that was set, or the checkpoint's, may be smaller than the micro-batches that were asked for.
+        trainer._train_batch_size = self.loader.micro_batch_size
         self.args = trainer.args
         self.position = Position()
         self.agree = ControlAgreement(self.world)
@@ -97,6 +99,8 @@ class TrainingLoop:
         self.grad_norm: Optional[float] = None
         # The metrics of an evaluation since the last update.
         self.metrics: Optional[dict[str, float]] = None
+        # The checkpoint of the last update, if it has one.
+        self.saved_as: Optional[Path] = None
 
     # Setup.
 
@@ -124,15 +128,9 @@ class TrainingLoop:
         self.is_set_up = True
         state = trainer.state
         max_steps = self.pace.total(planned, state.global_step, self.position)
-        state.train_batch_size = trainer._train_batch_size
-        state.max_steps, state.num_train_epochs = max_steps, num_epochs
-        state.is_local_process_zero = trainer.is_local_process_zero()
-        state.is_world_process_zero = trainer.is_world_process_zero()
-        state.epoch = state.epoch or 0
-        for name in ("logging_steps", "eval_steps", "save_steps"):
-            interval = args.absolute_interval(name, max_steps)
-            if interval is not None:
-                setattr(state, name, interval)
+        if not is_over and state.global_step < max_steps:
+            trainer.claim_checkpoint()
+        self._describe_run(max_steps, num_epochs)
         handler = trainer.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         handler.train_dataset = handler.train_dataloader = self.loader
@@ -155,6 +153,19 @@ class TrainingLoop:
                 self.position = Position(self.position.epoch + 1)
         self.speed.stop()
         return self._finish(began)
+
+    def _describe_run(self, max_steps: int, num_epochs: int) -> None:
+        """Put the run's batch size, lengths and intervals into ``trainer.state``, where callbacks look for them."""
+        trainer, state = self.trainer, self.trainer.state
+        state.train_batch_size = trainer._train_batch_size
+        state.max_steps, state.num_train_epochs = max_steps, num_epochs
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        state.epoch = state.epoch or 0
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            interval = self.args.absolute_interval(name, max_steps)
+            if interval is not None:
+                setattr(state, name, interval)
 
     def _log_settings(self) -> None:
         """Log the size of the run, where ``log_level="info"`` shows it."""
@@ -268,7 +279,7 @@ class TrainingLoop:
         """Record an update: advance the position, set the learning rate and call ``on_step_end``."""
         trainer, position = self.trainer, self.position
         self.updates_done += 1
-        self.resumed_from = self.metrics = None
+        self.resumed_from = self.metrics = self.saved_as = None
         position.update += 1
         trainer.state.global_step += 1
         trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
@@ -384,6 +395,7 @@ class TrainingLoop:
         # Checkpoints do not hold the compression's error feedback: drop it, so that a resumed run is the same.
         self.synchronizer.reset_error_feedback()
         trainer.write_checkpoint(self.metrics)
+        self.saved_as = checkpoint_path(Path(self.args.output_dir), trainer.state.global_step)
         trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
         self.agree(trainer.control)
 
@@ -432,8 +444,16 @@ class TrainingLoop:
         with self.speed.during(Activity.CHECKPOINT):
             trainer.checkpoint_writer.wait()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            trainer._load_best_model()
-            digest = trainer.whole.assert_in_sync()
+            if holds_weights(trainer, Path(state.best_model_checkpoint)):
+                trainer._load_best_model()
+                digest = trainer.whole.assert_in_sync()
+            elif self.world.is_main:
+                warnings.warn(
+                    f"{state.best_model_checkpoint}, the best checkpoint, is not there any more: the model keeps the "
+                    "weights of the last update",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
         train_loss = self.losses.mean_of_run()
         trainer.store_flos()
@@ -454,7 +474,7 @@ class TrainingLoop:
             folder, best = Path(args.output_dir), Path(state.best_model_checkpoint)
             self.world.run_on(
                 args.should_save,
-                lambda: remove_old_checkpoints(folder, 1, [best], trainer.run_id),
+                lambda: remove_old_checkpoints(folder, 1, [best], trainer.run_id, step=state.global_step),
                 "removing all checkpoints but the best",
             )
         self.timeline.write()
@@ -509,9 +529,11 @@ class TrainingLoop:
         """Restore a saved run, and return True if it had ended; :meth:`restore_stop_flags` restores the rest."""
         trainer = self.trainer
         self.run_state.restore(saved)
-        load_callback_states(trainer.callback_handler.callbacks, saved["callbacks"])
         trainer.state = TrainerState(**copy.deepcopy(saved["trainer_state"]))
+        trainer.load_callback_states(saved)
         trainer._globalstep_last_logged = saved["last_logged"]
+        if not saved.get("in_place", False):
+            self.saved_as = trainer.resumed_from
         self.grad_norm = saved["grad_norm"]
         position, step = Position(**saved["position"]), trainer.state.global_step
         self.position = position.resume_point()

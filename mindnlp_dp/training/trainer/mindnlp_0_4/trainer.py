@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Optional, Union
 
+from mindnlp.configs import WEIGHTS_NAME
+from mindnlp.core.serialization import save_checkpoint as save_checkpoint_of_mindnlp
+
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
@@ -143,14 +146,19 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         save_checkpoint(self, model, metrics)
 
     def on_metrics(self, metrics: dict[str, float]) -> None:
-        """Do nothing: MindNLP 0.4 looks for the best model when it saves."""
+        # MindNLP 0.4 looks for the best model when it saves; these metrics may be of a model that is saved already.
+        if (path := self.training_loop.saved_as) is not None:
+            self.on_checkpoint(path, metrics)
 
     def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         args, state = self.args, self.state
         if metrics is not None and args.metric_for_best_model is not None:
             value = args.metric_to_watch(metrics)
-            if state.best_model_checkpoint is None or args.is_better(value, state.best_metric):
+            if args.is_better(value, state.best_metric):
                 state.best_metric, state.best_model_checkpoint = value, str(path)
+
+    def write_pickled_weights(self, folder: Path) -> None:
+        save_checkpoint_of_mindnlp(self.model, str(folder / WEIGHTS_NAME))
 
     # Evaluation.
 

@@ -16,7 +16,7 @@ from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 _NOT_HERE = (
     "fp16", "deepspeed", "fsdp", "torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo",
     "jit_mode_eval", "use_liger_kernel", "eval_on_start",
-    "batch_eval_metrics", "use_legacy_prediction_loop", "restore_callback_states_from_checkpoint", "push_to_hub",
+    "batch_eval_metrics", "use_legacy_prediction_loop", "push_to_hub",
     "debug", "neftune_noise_alpha",
 )  # fmt: skip
 

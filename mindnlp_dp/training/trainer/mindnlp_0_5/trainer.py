@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Optional, Union
+
+import mindnlp  # noqa: F401 -- puts mindtorch in PyTorch's place
+from transformers import TrainerControl
+from transformers.trainer import TRAINING_ARGS_NAME, WEIGHTS_NAME
+from transformers.trainer_callback import ExportableState
 
 from mindnlp_dp.data.batches import Collator, ColumnCollator
 from mindnlp_dp.data.loss_weight import count_labels
@@ -12,7 +19,7 @@ from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.training.trainer.base import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_5.arguments import DataParallelArguments, upgrade_arguments
-from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
+from mindnlp_dp.training.trainer.mindnlp_trainer import PreTrainedModel, Trainer, TrainerState
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
 
 
@@ -38,6 +45,8 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     args: DataParallelArguments
     data_collator: Any
     processing_class: Any
+    callback_handler: Any
+    control: TrainerControl
     not_called: ClassVar[Mapping[str, str]] = {
         **NOT_CALLED,
         "_get_dataloader": "override get_train_dataloader, get_eval_dataloader or get_test_dataloader",
@@ -154,14 +163,40 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         save_checkpoint(self, model, None)
 
     def on_metrics(self, metrics: dict[str, float]) -> None:
-        if self.args.metric_for_best_model is not None:
-            # It raises the same error message with either library.
-            self.args.metric_to_watch(metrics)
+        # metric_to_watch() raises the same error message with either library. Transformers' method would replace no
+        # value by NaN, but the first one by infinity.
+        if self.args.metric_for_best_model is None or math.isnan(self.args.metric_to_watch(metrics)):
+            return
         self._determine_best_metric(metrics, None)  # type: ignore[attr-defined]
+        if (path := self.training_loop.saved_as) is not None:
+            # These metrics are of a model that is saved already.
+            self.on_checkpoint(path, metrics)
 
     def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(path)
+        # TrainerState collects the states of the callbacks that it gets.
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        exporting = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=exporting).stateful_callbacks
+
+    def load_callback_states(self, saved: Mapping[str, Any]) -> None:
+        # In place, the callbacks are there; they are not replaced by new ones with the saved arguments.
+        if not saved.get("in_place", False):
+            control = self.control
+            self._load_callback_state()  # type: ignore[attr-defined]
+            # The flags are agreed on by all ranks.
+            self.control = control
+        super().load_callback_states(saved)
+
+    def write_pickled_weights(self, folder: Path) -> None:
+        mindnlp_api().save(self.model.state_dict(), str(folder / WEIGHTS_NAME))
+
+    def _save(self, output_dir: Optional[str] = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if not isinstance(self.model, PreTrainedModel):
+            # Transformers writes them beside every model.
+            mindnlp_api().save(self.args, os.path.join(output_dir or self.args.output_dir, TRAINING_ARGS_NAME))
 
     # Evaluation.
 
