@@ -245,7 +245,7 @@ class _GeneratorRows:
 
 def _has_index(dataset: Any) -> bool:
     """Return whether this MindSpore data set yields each item of a source with an index once."""
-    from mindspore.dataset import GeneratorDataset, RandomSampler, SequentialSampler
+    from mindspore.dataset import GeneratorDataset
 
     return (
         isinstance(dataset, GeneratorDataset)
@@ -253,7 +253,17 @@ def _has_index(dataset: Any) -> bool:
         and hasattr(dataset.source, "__len__")
         and not dataset.num_samples
         and not dataset.is_sharded()
-        and (dataset.sampler is None or type(dataset.sampler) in (RandomSampler, SequentialSampler))
+        and (dataset.sampler is None or _takes_each_item_once(dataset.sampler))
+    )
+
+
+def _takes_each_item_once(sampler: Any) -> bool:
+    """Return whether a MindSpore sampler is certain to take each item of a source once, in any order."""
+    from mindspore.dataset import RandomSampler, SequentialSampler
+
+    selections = ("num_samples", "start_index", "replacement", "child_sampler")
+    return type(sampler) in (RandomSampler, SequentialSampler) and not any(
+        getattr(sampler, name, None) for name in selections
     )
 
 

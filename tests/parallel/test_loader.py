@@ -5,7 +5,7 @@ import contextlib
 import mindspore
 import numpy as np
 import pytest
-from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+from mindspore.dataset import GeneratorDataset, NumpySlicesDataset, RandomSampler, SequentialSampler, SubsetSampler
 
 from mindnlp_dp.data.batches import as_tensors, num_rows_of
 from mindnlp_dp.data.dataset_adapter import make_loader
@@ -88,6 +88,53 @@ def test_the_global_order_is_the_same_on_any_number_of_ranks(group):
 def test_drop(group):
     loader = make_loader(Numbers(4 * group.world_size + 1), 2, uneven="drop")
     assert union(group, rows_read(loader)) == np.arange(4 * group.world_size).reshape(2, -1).tolist()
+
+
+def of_child(sampler, child):
+    sampler.add_child(child)
+    return sampler
+
+
+def sampled_by(sampler):
+    return lambda n: GeneratorDataset(NumberTuples(n), ["x"], sampler=sampler)
+
+
+def with_sampler_set_later(n):
+    numbers = GeneratorDataset(NumberTuples(n), ["x"], shuffle=False)
+    numbers.use_sampler(SequentialSampler(start_index=2, num_samples=4))
+    return numbers
+
+
+# Selections of a generator data set, and how many of n numbers each takes.
+SELECTIONS = {
+    "start and number": (sampled_by(SequentialSampler(start_index=3, num_samples=5)), lambda n: 5),
+    "start": (sampled_by(SequentialSampler(start_index=3)), lambda n: n - 3),
+    "number": (sampled_by(SequentialSampler(num_samples=5)), lambda n: 5),
+    "random number": (sampled_by(RandomSampler(num_samples=5)), lambda n: 5),
+    "with replacement": (sampled_by(RandomSampler(replacement=True)), lambda n: n),
+    "of a sampler": (sampled_by(of_child(SequentialSampler(), SubsetSampler([7, 1, 4]))), lambda n: 3),
+    "indices": (sampled_by([7, 1, 4]), lambda n: 3),
+    "set later": (with_sampler_set_later, lambda n: 4),
+    "skip": (lambda n: GeneratorDataset(NumberTuples(n), ["x"], shuffle=False).skip(4), lambda n: n - 4),
+    "take": (lambda n: GeneratorDataset(NumberTuples(n), ["x"], shuffle=False).take(4), lambda n: 4),
+    "repeat": (lambda n: GeneratorDataset(NumberTuples(n), ["x"], shuffle=False).repeat(2), lambda n: 2 * n),
+    "filter": (lambda n: GeneratorDataset(NumberTuples(n), ["x"], shuffle=False).filter(lambda x: x > 7, ["x"]),
+               lambda n: n - 8),
+    "all, in order": (sampled_by(SequentialSampler()), lambda n: n),
+    "all, shuffled": (sampled_by(RandomSampler()), lambda n: n),
+}  # fmt: skip
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", SELECTIONS)
+def test_what_mindspore_selects_of_a_source_is_all_that_is_read(group, kind):
+    make, count = SELECTIONS[kind]
+    loader = make_loader(make(24), micro_batch_size=2, seed=1)
+    assert isinstance(loader, IndexedLoader) == kind.startswith("all")
+    read = sum(union(group, rows_read(loader)), [])
+    assert len(read) == count(24)
+    if "random" not in kind and kind != "with replacement":
+        assert sorted(read) == sorted(int(row[0]) for row in make(24).create_tuple_iterator(output_numpy=True))
 
 
 PIPELINES = {
