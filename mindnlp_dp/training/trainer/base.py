@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import inspect
 import os
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -34,7 +35,7 @@ from mindnlp_dp.parallel.replicated_model import (
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
-from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
+from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel, TrainingArguments
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
 from mindnlp_dp.training.trainer.shrink_recovery import can_shrink, state_of_survivors
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
@@ -54,7 +55,7 @@ class DataParallelTrainerBase(abc.ABC):
     preprocess_logits_for_metrics: Any
     training_loop: TrainingLoop
 
-    def __init__(self, model: Any, args: DataParallelArgumentsBase, *rest: Any, **kwargs: Any) -> None:
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
         # The ranks among which samples are split, and all ranks, which may hold shards of the model.
         self.group, self.world = get_data_group(), get_process_group()
         self._synchronizer: Optional[GradientAccumulator] = None
@@ -67,13 +68,39 @@ class DataParallelTrainerBase(abc.ABC):
         self.global_batch_size: Optional[int] = None
         # The gradient accumulation steps that make_epoch_loader() set for it, and those that the user asked for.
         self.accumulation_steps_set = self.accumulation_steps_asked = 0
-        super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+        super().__init__(*self._with_upgraded_arguments(positional, keywords), **keywords)
+        # A constructor may have made its own arguments.
+        self.args = self.upgrade_arguments(self.args)
         # Not earlier: model_init may have made the model, and sharded it.
         self.group = (getattr(self.model, "parallel", None) or replicated_on_all_ranks(self.model)).group
         check_values(list(self.model.named_parameters()), self.world)
         self.whole.broadcast_weights()
 
+    def _with_upgraded_arguments(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
+        """Return the positional arguments of the next constructor, with training arguments that know their rank.
+
+        The parameters of a user's Trainer may have any order. Those in ``keywords`` are replaced in place.
+        """
+        found = list(positional)
+        parameters = list(inspect.signature(super().__init__).parameters.values())
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+        if "args" in names[: len(found)]:
+            index = names.index("args")
+            found[index] = self.upgrade_arguments(found[index])
+        elif any(p.name == "args" and p.kind is not p.VAR_POSITIONAL for p in parameters):
+            keywords["args"] = self.upgrade_arguments(keywords.get("args"))
+        else:
+            # A constructor that passes on what it is given, or has another name for them.
+            found = [self.upgrade_arguments(x) if isinstance(x, TrainingArguments) else x for x in found]
+            given = {name: x for name, x in keywords.items() if isinstance(x, TrainingArguments)}
+            keywords.update({name: self.upgrade_arguments(x) for name, x in given.items()})
+        return found
+
     # Methods that differ between the libraries.
+
+    @abc.abstractmethod
+    def upgrade_arguments(self, args: Any) -> DataParallelArgumentsBase:
+        """Turn training arguments into some that know their rank; None: the defaults."""
 
     @abc.abstractmethod
     def open_training_data(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -45,16 +46,37 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     args: DataParallelArguments
     tokenizer: Any
 
-    def __init__(
-        self, model: Any = None, args: Any = None, *rest: Any, data_collator: Optional[Collator] = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *positional: Any, data_collator: Optional[Collator] = None, **keywords: Any) -> None:
+        if any(kind.__module__ == "mindnlp.trl.trainer.dpo_trainer" for kind in type(self).__mro__):
+            raise NotImplementedError(
+                "MindNLP 0.4.1's DPOTrainer does not train with DPO: it adds up logits in place of log probabilities "
+                "(get_batch_logps has no log_softmax), and a model with adapters is its own reference; write the loss "
+                "as compute_loss of a dp.DataParallelTrainer, as examples/preference.py does"
+            )
         self.data_collator = data_collator
         self._hook_is_suspended = False
-        if args is None:
-            args = DataParallelArguments(output_dir="tmp_trainer")
-        super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
+        if data_collator is not None and self._next_constructor_takes("data_collator"):
+            keywords["data_collator"] = data_collator
+        super().__init__(*positional, **keywords)
+        if self.data_collator is None:
+            self.data_collator = data_collator
         if names := tracker_names(self.args.report_to):
             self.add_callback(TrackerCallback(names, lambda: self.run_id))  # type: ignore[attr-defined]
+
+    def _next_constructor_takes(self, name: str) -> bool:
+        """Tell whether a user's Trainer, after this class in the method resolution order, has this parameter."""
+        order = type(self).__mro__
+        for kind in order[order.index(DataParallelTrainerBase) + 1 :]:
+            if "__init__" in vars(kind):
+                parameters = inspect.signature(vars(kind)["__init__"]).parameters
+                if name in parameters:
+                    return True
+                if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+                    return False
+        return False
+
+    def upgrade_arguments(self, args: Any) -> DataParallelArguments:
+        return upgrade_arguments(DataParallelArguments("tmp_trainer") if args is None else args)
 
     def _collator(self) -> Optional[Collator]:
         return self.data_collator

@@ -32,10 +32,8 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     data_collator: Any
     processing_class: Any
 
-    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
-        if args is None:
-            args = DataParallelArguments(output_dir="tmp_trainer")
-        super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
+    def upgrade_arguments(self, args: Any) -> DataParallelArguments:
+        return upgrade_arguments(DataParallelArguments("tmp_trainer") if args is None else args)
 
     def _collator(self) -> Optional[Collator]:
         def collate(samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
