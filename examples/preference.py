@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-import mindnlp_dp as dp  # before mindnlp
+import mindnlp_dp as dp  # isort: skip
+
 from mindnlp.core import no_grad, ops
-from mindnlp.core.nn import functional as F
+from mindnlp.core.nn import functional
 from mindnlp.engine import set_seed
 from mindnlp.peft import LoraConfig, get_peft_model
 from mindnlp.transformers import LlamaConfig, LlamaForCausalLM
@@ -45,7 +46,7 @@ def log_probabilities(model: Any, ids: Any, labels: Any) -> Any:
     """Return the log probability of each row's answer, the sum over its tokens, of shape (rows,)."""
     logits = model(input_ids=ids, attention_mask=(ids != PAD).long()).logits[:, :-1]
     counts, tokens = labels[:, 1:] != -100, ops.clamp(labels[:, 1:], min=0)
-    of_tokens = ops.gather(F.log_softmax(logits, -1), 2, tokens.unsqueeze(-1)).squeeze(-1)
+    of_tokens = ops.gather(functional.log_softmax(logits, -1), 2, tokens.unsqueeze(-1)).squeeze(-1)
     return (of_tokens * counts.to(of_tokens.dtype)).sum(-1)
 
 
@@ -66,7 +67,7 @@ class DPOTrainer(dp.DataParallelTrainer):
                     reference = log_probabilities(model, ids, labels)
         gain, rows = policy - reference, ids.shape[0] // 2
         margin = BETA * (gain[:rows] - gain[rows:])
-        loss = -F.logsigmoid(margin).mean()
+        loss = -functional.logsigmoid(margin).mean()
         return (loss, {"margin": margin}) if return_outputs else loss
 
 
