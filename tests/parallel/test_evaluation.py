@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from library import set_seed, settings_here
+import tiny_transformers
+from library import is_0_5, set_seed, settings_here
 from mindnlp.transformers import RobertaForSequenceClassification, RobertaForTokenClassification
 
 import mindnlp_dp as dp
@@ -127,3 +128,57 @@ def test_metrics_that_fail_fail_on_every_rank(group, tmp_path):
     trainer = evaluated(tiny_roberta(), Rows(4), tmp_path, compute_metrics=metrics)
     with pytest.raises(KeyError, match="no such class"):
         trainer.evaluate()
+
+
+class Texts:
+    """Texts of 2 to 9 tokens, and shorter ones as labels."""
+
+    def __init__(self, number):
+        rng = np.random.default_rng(0)
+        self.rows = [rng.integers(3, tiny_transformers.VOCAB, 2 + i % 8).tolist() for i in range(number)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index][: 1 + index % 3]}
+
+
+@pytest.mark.skipif(is_0_5, reason="Transformers has a Seq2SeqTrainer for MindNLP 0.5")
+@pytest.mark.parametrize("beams", [None, 2])
+def test_generated_rows_do_not_depend_on_the_number_of_ranks(group, tmp_path, beams):
+    def evaluated(ranks):
+        model = tiny_transformers.build("t5", eos_token_id=7, pad_token_id=0, tie_word_embeddings=False)
+        for name, parameter in model.named_parameters():
+            if "EncDecAttention" in name:
+                # Untrained models would generate the same for every text.
+                parameter.assign_value(parameter * 10)
+        args = dp.DataParallelArguments(
+            str(tmp_path), predict_with_generate=True, generation_max_length=6, generation_num_beams=beams,
+            per_device_eval_batch_size=8 // ranks,
+        )  # fmt: skip
+        seen = []
+        trainer = dp.DataParallelTrainer(
+            model, args, data_collator=dp.PaddingCollator(pad_token_id=0),
+            compute_metrics=lambda found: seen.append(found) or {"length": found.predictions.shape[1]},
+        )  # fmt: skip
+        metrics = trainer.evaluate(Texts(11))
+        return trainer.predict(Texts(11)).predictions, metrics
+
+    rows, metrics = evaluated(group.world_size)
+    with alone():
+        expected, expected_metrics = evaluated(1)
+    assert rows.shape == (11, 6)
+    assert rows.dtype == np.int64
+    assert not (rows == -100).any()
+    np.testing.assert_array_equal(rows, expected)
+    assert len(np.unique(rows, axis=0)) > 1
+    assert metrics["eval_length"] == 6
+    assert metrics["eval_loss"] == pytest.approx(expected_metrics["eval_loss"], abs=1e-6)
+
+
+@pytest.mark.skipif(is_0_5, reason="Transformers has a Seq2SeqTrainer for MindNLP 0.5")
+def test_generation_for_a_model_without_a_decoder_of_its_own_is_refused(group, tmp_path):
+    args = dp.DataParallelArguments(str(tmp_path), predict_with_generate=True)
+    with pytest.raises(ValueError, match="for encoder-decoder models, and RobertaForSequenceClassification is not one"):
+        dp.DataParallelTrainer(tiny_roberta(), args)

@@ -93,3 +93,20 @@ def _cat_of_two_types(module: types.ModuleType) -> Iterator[None]:
         return stock_cat(tensors, dim)
 
     module.cat = cat  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.10. Cause: beam search divides int32 positions by a number, rounded down, which
+# has no kernel on a CPU ("KernelMod Init Failed: FloorDiv").
+# Remove when: model.generate(num_beams=2) works.
+@around("mindnlp.core.ops.pointwise")
+def _floor_of_quotients(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock_div = module.div
+
+    @functools.wraps(stock_div)
+    def div(input: Any, other: Any, *, rounding_mode: Any = None) -> Any:
+        if rounding_mode == "floor" and isinstance(other, int):
+            return input // other
+        return stock_div(input, other, rounding_mode=rounding_mode)
+
+    module.div = div  # type: ignore[attr-defined]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional, Union
 
+import numpy as np
+
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
+from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
@@ -60,6 +64,7 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         super().__init__(*positional, **keywords)
         if self.data_collator is None:
             self.data_collator = data_collator
+        self._check_generation()
         if names := tracker_names(self.args.report_to):
             self.add_callback(TrackerCallback(names, lambda: self.run_id))  # type: ignore[attr-defined]
 
@@ -173,6 +178,58 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     def get_test_dataset(self, test_dataset: Any) -> Any:
         """Return such a loader for :meth:`predict`."""
         return self._evaluation_loader(test_dataset)
+
+    def _check_generation(self) -> None:
+        if not self.args.predict_with_generate:
+            return
+        if not getattr(self.model.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"predict_with_generate is for encoder-decoder models, and {type(self.model).__name__} is not one; "
+                "call model.generate() in your own prediction_step"
+            )
+        if self.whole.is_sharded:
+            raise ValueError(
+                "predict_with_generate: a sharded model cannot generate; load its checkpoint in one process"
+            )
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Optional[list[str]] = None
+    ) -> tuple[Any, Any, Any]:
+        """Return the loss, the predictions and the labels of a batch, with ``predict_with_generate`` generated rows.
+
+        All generated rows are padded to their maximum length, so that they do not depend on the batch and its rank.
+        """
+        if prediction_loss_only or not self.args.predict_with_generate:
+            return super().prediction_step(  # type: ignore[misc,no-any-return]
+                model, inputs, prediction_loss_only, ignore_keys
+            )
+        labels = inputs.get("labels")
+        loss = None
+        if labels is not None:
+            loss, _, _ = super().prediction_step(model, dict(inputs), True, ignore_keys)  # type: ignore[misc]
+        settings = self._generation_settings(model)
+        texts = {name: x for name, x in inputs.items() if name != "labels" and not name.startswith("decoder_")}
+        rows = to_host(model.generate(**texts, generation_config=settings))
+        length = settings.max_length if settings.max_new_tokens is None else settings.max_new_tokens + 1
+        missing = max(0, length - rows.shape[1])
+        rows = np.pad(rows, [(0, 0), (0, missing)], constant_values=settings.pad_token_id)
+        return loss, rows, labels
+
+    def _generation_settings(self, model: Any) -> Any:
+        # A field of MindNLP's Seq2SeqTrainingArguments: settings, or a folder with them.
+        given = getattr(self.args, "generation_config", None) or model.generation_config
+        if isinstance(given, (str, Path)):
+            given = type(model.generation_config).from_pretrained(str(given))
+        settings = copy.deepcopy(given)
+        if self.args.generation_max_length is not None:
+            settings.max_length, settings.max_new_tokens = self.args.generation_max_length, None
+        if self.args.generation_num_beams is not None:
+            settings.num_beams = self.args.generation_num_beams
+        if settings.pad_token_id is None:
+            raise ValueError(
+                "predict_with_generate: set model.generation_config.pad_token_id, which pads generated rows"
+            )
+        return settings
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):
