@@ -145,8 +145,8 @@ class Texts:
 
 
 @pytest.mark.skipif(is_0_5, reason="Transformers has a Seq2SeqTrainer for MindNLP 0.5")
-@pytest.mark.parametrize("beams", [None, 2])
-def test_generated_rows_do_not_depend_on_the_number_of_ranks(group, tmp_path, beams):
+@pytest.mark.parametrize(("beams", "length"), [(None, 20), (2, 6)])
+def test_generated_rows_do_not_depend_on_the_number_of_ranks(group, tmp_path, beams, length):
     def evaluated(ranks):
         model = tiny_transformers.build("t5", eos_token_id=7, pad_token_id=0, tie_word_embeddings=False)
         for name, parameter in model.named_parameters():
@@ -154,7 +154,7 @@ def test_generated_rows_do_not_depend_on_the_number_of_ranks(group, tmp_path, be
                 # Untrained models would generate the same for every text.
                 parameter.assign_value(parameter * 10)
         args = dp.DataParallelArguments(
-            str(tmp_path), predict_with_generate=True, generation_max_length=6, generation_num_beams=beams,
+            str(tmp_path), predict_with_generate=True, generation_max_length=length, generation_num_beams=beams,
             per_device_eval_batch_size=8 // ranks,
         )  # fmt: skip
         seen = []
@@ -168,12 +168,12 @@ def test_generated_rows_do_not_depend_on_the_number_of_ranks(group, tmp_path, be
     rows, metrics = evaluated(group.world_size)
     with alone():
         expected, expected_metrics = evaluated(1)
-    assert rows.shape == (11, 6)
+    assert rows.shape == (11, length)
     assert rows.dtype == np.int64
     assert not (rows == -100).any()
     np.testing.assert_array_equal(rows, expected)
     assert len(np.unique(rows, axis=0)) > 1
-    assert metrics["eval_length"] == 6
+    assert metrics["eval_length"] == length
     assert metrics["eval_loss"] == pytest.approx(expected_metrics["eval_loss"], abs=1e-6)
 
 

@@ -209,8 +209,11 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
             loss, _, _ = super().prediction_step(model, dict(inputs), True, ignore_keys)  # type: ignore[misc]
         settings = self._generation_settings(model)
         texts = {name: x for name, x in inputs.items() if name != "labels" and not name.startswith("decoder_")}
-        rows = to_host(model.generate(**texts, generation_config=settings))
-        length = settings.max_length if settings.max_new_tokens is None else settings.max_new_tokens + 1
+        new_tokens = settings.max_new_tokens
+        length = settings.max_length if new_tokens is None else new_tokens + 1
+        # Without the argument, a maximum that happens to be the default would be one token more.
+        limit = {"max_length": length} if new_tokens is None else {}
+        rows = to_host(model.generate(**texts, generation_config=settings, **limit))
         missing = max(0, length - rows.shape[1])
         rows = np.pad(rows, [(0, 0), (0, missing)], constant_values=settings.pad_token_id)
         return loss, rows, labels
