@@ -32,6 +32,10 @@ def group():
     return dp.init_process_group()
 
 
+def tiny(kind):
+    return tiny_transformers.build(kind, num_layers=1)
+
+
 def config(**settings):
     return LoraConfig(**{"r": 2, "lora_alpha": 2, "target_modules": ["q_proj", "v_proj"], **settings})
 
@@ -44,7 +48,7 @@ def randomize(model, part, seed=1):
 
 
 def build(part="lora_", **settings):
-    model = get_peft_model(tiny_transformers.build("llama"), config(**settings))
+    model = get_peft_model(tiny("llama"), config(**settings))
     randomize(model, part)
     return model
 
@@ -70,7 +74,7 @@ def differ(found, other):
 
 @pytest.fixture(scope="module")
 def base():
-    return tiny_transformers.build("llama")
+    return tiny("llama")
 
 
 TUNERS = {
@@ -88,7 +92,7 @@ TUNERS = {
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_adapters_are_disabled_changed_merged_and_unloaded(base, tuner):
     part, make = TUNERS[tuner]
-    model, without = get_peft_model(tiny_transformers.build("llama"), make()), logits(base)
+    model, without = get_peft_model(tiny("llama"), make()), logits(base)
     randomize(model, part)
     outputs, trains = logits(model), trainable(model)
     differ(outputs, without)
@@ -131,10 +135,8 @@ def test_unload_returns_the_base_model(base):
 
 def test_dora_of_gpt2_is_merged_and_trains():
     """GPT-2 stores its weights transposed."""
-    model = get_peft_model(
-        tiny_transformers.build("gpt2"), config(target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)
-    )
-    same(logits(model, "gpt2"), logits(tiny_transformers.build("gpt2"), "gpt2"))
+    model = get_peft_model(tiny("gpt2"), config(target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True))
+    same(logits(model, "gpt2"), logits(tiny("gpt2"), "gpt2"))
     randomize(model, "lora_")
     outputs = logits(model, "gpt2")
     model.merge_adapter()
@@ -186,7 +188,7 @@ def test_adapters_are_saved_and_loaded_under_any_name(tmp_path, library):
     if library == "PyTorch":
         # PEFT on PyTorch writes the other file only.
         (tmp_path / "adapter_model.ckpt").unlink()
-    loaded = PeftModel.from_pretrained(tiny_transformers.build("llama"), str(tmp_path), is_trainable=True)
+    loaded = PeftModel.from_pretrained(tiny("llama"), str(tmp_path), is_trainable=True)
     same(logits(loaded), outputs)
     assert trainable(loaded) == trainable(model)
     other = build(modules_to_save=["lm_head"])
@@ -222,14 +224,14 @@ def test_prompts_train_with_the_mask_of_a_tokenizer(tmp_path, kind, method):
     made = PROMPTS[method](TASKS[kind])
     if (kind, method) == ("bert", "prefix tuning"):
         with pytest.raises(NotImplementedError, match="no prefix tuning for sequence classification; use"):
-            get_peft_model(tiny_transformers.build(kind), made)
+            get_peft_model(tiny(kind), made)
         return
-    model = get_peft_model(tiny_transformers.build(kind), made)
+    model = get_peft_model(tiny(kind), made)
     assert update(model, kind) > 0
     outputs = logits(model, kind)
     with model.disable_adapter():
-        same(logits(model, kind), logits(tiny_transformers.build(kind), kind))
+        same(logits(model, kind), logits(tiny(kind), kind))
     same(logits(model, kind), outputs)
     model.save_pretrained(str(tmp_path))
-    loaded = PeftModel.from_pretrained(tiny_transformers.build(kind), str(tmp_path))
+    loaded = PeftModel.from_pretrained(tiny(kind), str(tmp_path))
     same(logits(loaded, kind), outputs)
