@@ -37,6 +37,7 @@ _HOME = {
     "replica_digest": "communication.replicas",
     "GlobalBatchSampler": "data.sampler",
     "make_loader": "data.dataset_adapter",
+    "PaddingCollator": "data.padding",
     "NaiveGradientSynchronizer": "data_parallel.naive",
     "GradientSynchronizer": "data_parallel.synchronizer",
     "make_train_step": "training.make_train_step",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from mindnlp_dp.communication.replicas import replica_digest as replica_digest
     from mindnlp_dp.data.dataset_adapter import make_loader as make_loader
     from mindnlp_dp.data.loss_weight import count_labels as count_labels
+    from mindnlp_dp.data.padding import PaddingCollator as PaddingCollator
     from mindnlp_dp.data.sampler import GlobalBatchSampler as GlobalBatchSampler
     from mindnlp_dp.data_parallel.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
     from mindnlp_dp.data_parallel.sync_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm

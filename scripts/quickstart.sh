@@ -33,7 +33,7 @@ esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 output_dir=$ROOT/outputs/quickstart
 [ "$MINDNLP" = 0.4 ] || output_dir+=-$engine
-ensure_environment mpi,quickstart
+ensure_environment mpi,quickstart,report
 log_dir=$ROOT/logs/quickstart-$(date +%Y%m%d-%H%M%S)-$$
 export DEVICE_TARGET=CPU
 exec mindnlp-dp run --nproc "$nproc" --backend "$backend" --log-dir "$log_dir" \

@@ -87,7 +87,8 @@ def write_weights(model: Any, folder: Path) -> None:
         for name, weight in named_weights(model)
         if not skips_frozen or getattr(weight, "requires_grad", True)
     }
-    save_file(arrays, folder / MODEL, metadata={"format": "np"})
+    # Transformers 4 on PyTorch refuses the word "np"; it reads the same bytes with "pt".
+    save_file(arrays, folder / MODEL, metadata={"format": "pt"})
 
 
 def write_adapters(model: Any, arrays: Mapping[str, np.ndarray], folder: Path) -> None:

@@ -149,7 +149,7 @@ class OrderedGatherer:
     ``add`` takes this rank's outputs for one global batch: nested tuples, lists or dicts of NumPy arrays with rows as
     the first dimension, or None if the rank had no rows. Outputs are exchanged every ``gather_every`` steps, so that
     messages do not grow with the data set. Where other dimensions differ, arrays are padded with -100, as in MindNLP's
-    Trainer.
+    Trainer; booleans, which cannot hold it, with False.
     """
 
     def __init__(self, group: ProcessGroup, gather_every: Optional[int] = None) -> None:
@@ -196,11 +196,14 @@ def _like(sequence: Any, items: list[Any]) -> Any:
 
 
 def _pad(array: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Pad all dimensions but the first to ``sizes``."""
+    """Pad all dimensions but the first to ``sizes``, with -100; booleans with False, and unsigned integers as int64."""
     missing = [most - size for most, size in zip(sizes, array.shape[1:])]
     if not any(missing):
         return array
-    return np.pad(array, [(0, 0), *((0, number) for number in missing)], constant_values=PADDING)
+    if array.dtype.kind == "u":
+        array = array.astype(np.int64)
+    padding = False if array.dtype.kind == "b" else PADDING
+    return np.pad(array, [(0, 0), *((0, number) for number in missing)], constant_values=padding)
 
 
 def to_numpy(outputs: Any) -> Any:

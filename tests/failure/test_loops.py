@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mindnlp_dp.launch.processes.environment import free_port
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 HOMEWORK = Path(__file__).resolve().parent.parent.parent / "homework"
 SHORT_LOOP = str(Path(__file__).with_name("short_loop.py"))
@@ -42,6 +43,21 @@ def test_the_marked_lines_are_all_that_differs():
         "    optimizer(grad_reducer(gradients))",
         "    return float(loss.asnumpy())",
     ]
+
+
+@pytest.mark.skipif(mindnlp_series() != "0.4", reason="the example is for MindNLP 0.4")
+@pytest.mark.parametrize("flags", [[], ["--lora"]])
+def test_preferences_are_learned_with_the_same_loss_by_any_number_of_ranks(launch, tmp_path, flags):
+    """The example has DPO's loss, with a second model or the one without its adapters as the reference."""
+    found = {}
+    for nproc in (1, 2):
+        job = launch(HOMEWORK.parent / "examples/preference.py", "--output-dir", "out", *flags, nproc=nproc)
+        assert job.exit_code == 0, job.output
+        found[nproc] = re.search(r"loss ([0-9.]+), the chosen answer is preferred in (\d+)%", job.output)
+        assert found[nproc], job.output
+    assert float(found[2][1]) == pytest.approx(float(found[1][1]), abs=2e-6)
+    assert found[2][2] == found[1][2]
+    assert int(found[1][2]) > 80
 
 
 @pytest.mark.slow

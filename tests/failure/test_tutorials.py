@@ -19,7 +19,10 @@ BLOCK = re.compile(r'^```(bash|python)(?: title="([^"]+)")?\n(.*?)^```$', re.MUL
 # tests/two_hosts.sh, its last block, is a step of its own in scripts/test.sh.
 NOT_RUN = ("git clone",)
 PAGES = {
-    "first_run": r"(?s)rank 0 of 1: digest of the weights (?P<one>\w{16}).*of 2: digest of the weights \w{16}",
+    # The losses and the accuracy of one process and of two; one digest for both ranks of two.
+    "first_run": r"(?s)(?=.*(?P<said>losses \[0[^]]+\]\n)(?P<accuracy>accuracy 0\.[89]\d*\n)rank 0 of 1)"
+    r"(?=.*\[0\] (?P=said))(?=.*\[0\] (?P=accuracy))"
+    r".*of 2: digest of the weights (?P<digest>\w{16}).*of 2: digest of the weights (?P=digest)",
     "your_data": r"(?s)accuracy (0\.9|1\.0).*replicas in sync  yes.*written to outputs/mine/report\.html",
     "resuming": r"(?s)in sync  yes, digest (?P<digest>\w{16}).*in sync  yes, digest (?P=digest).*digest (?P=digest)",
     "llm_lora": r"(?s)perplexity .*written to .*perplexity .*report\.html",

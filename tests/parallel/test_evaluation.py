@@ -7,6 +7,7 @@ import json
 import mindspore
 import numpy as np
 import pytest
+import tiny_transformers
 from library import TrainerCallback, is_0_5, set_seed, settings_here
 from mindnlp.transformers import RobertaForSequenceClassification, RobertaForTokenClassification
 
@@ -177,3 +178,57 @@ def test_an_evaluation_without_data_is_an_error_before_training(group, tmp_path)
 class NeverBegins(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         raise AssertionError
+
+
+class Texts:
+    """Texts of 2 to 9 tokens, and shorter ones as labels."""
+
+    def __init__(self, number):
+        rng = np.random.default_rng(0)
+        self.rows = [rng.integers(3, tiny_transformers.VOCAB, 2 + i % 8).tolist() for i in range(number)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index][: 1 + index % 3]}
+
+
+@pytest.mark.skipif(is_0_5, reason="Transformers has a Seq2SeqTrainer for MindNLP 0.5")
+@pytest.mark.parametrize(("beams", "length"), [(None, 20), (2, 6)])
+def test_generated_rows_do_not_depend_on_the_number_of_ranks(group, tmp_path, beams, length):
+    def evaluated(ranks):
+        model = tiny_transformers.build("t5", eos_token_id=7, pad_token_id=0, tie_word_embeddings=False)
+        for name, parameter in model.named_parameters():
+            if "EncDecAttention" in name:
+                # Untrained models would generate the same for every text.
+                parameter.assign_value(parameter * 10)
+        args = dp.DataParallelArguments(
+            str(tmp_path), predict_with_generate=True, generation_max_length=length, generation_num_beams=beams,
+            per_device_eval_batch_size=8 // ranks,
+        )  # fmt: skip
+        seen = []
+        trainer = dp.DataParallelTrainer(
+            model, args, data_collator=dp.PaddingCollator(pad_token_id=0),
+            compute_metrics=lambda found: seen.append(found) or {"length": found.predictions.shape[1]},
+        )  # fmt: skip
+        metrics = trainer.evaluate(Texts(11))
+        return trainer.predict(Texts(11)).predictions, metrics
+
+    rows, metrics = evaluated(group.world_size)
+    with alone():
+        expected, expected_metrics = evaluated(1)
+    assert rows.shape == (11, length)
+    assert rows.dtype == np.int64
+    assert not (rows == -100).any()
+    np.testing.assert_array_equal(rows, expected)
+    assert len(np.unique(rows, axis=0)) > 1
+    assert metrics["eval_length"] == length
+    assert metrics["eval_loss"] == pytest.approx(expected_metrics["eval_loss"], abs=1e-6)
+
+
+@pytest.mark.skipif(is_0_5, reason="Transformers has a Seq2SeqTrainer for MindNLP 0.5")
+def test_generation_for_a_model_without_a_decoder_of_its_own_is_refused(group, tmp_path):
+    args = dp.DataParallelArguments(str(tmp_path), predict_with_generate=True)
+    with pytest.raises(ValueError, match="for encoder-decoder models, and RobertaForSequenceClassification is not one"):
+        dp.DataParallelTrainer(tiny_roberta(), args)

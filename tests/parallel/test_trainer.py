@@ -456,3 +456,21 @@ def test_an_evaluation_draws_the_same_numbers_each_time(group, tmp_path):
     trainer.evaluate()
     assert drawn == first * 2
     assert len({*sum(group.all_gather_object(first), [])}) == len(first) * group.world_size
+
+
+class RaggedRows(Rows):
+    """Rows of 2 to ``LENGTH`` tokens."""
+
+    def __getitem__(self, index):
+        length = 2 + index % (LENGTH - 1)
+        return {"input_ids": self.input_ids[index, :length].tolist(), "label": int(self.labels[index])}
+
+
+def test_rows_of_different_lengths_are_padded_and_train_as_in_one_process(group, tmp_path):
+    settings = {"num_train_epochs": 2, "optim": "sgd", "data_collator": dp.PaddingCollator(pad_token_id=1)}
+    trained = train(tiny_roberta(seed=4), RaggedRows(21), tmp_path, per_device_train_batch_size=8 // group.world_size,
+                    **settings)  # fmt: skip
+    with alone():
+        expected = train(tiny_roberta(seed=4), RaggedRows(21), tmp_path, per_device_train_batch_size=8, **settings)
+    for name, weight in weights(trained.model).items():
+        np.testing.assert_allclose(weight, weights(expected.model)[name], atol=2e-6, err_msg=name)

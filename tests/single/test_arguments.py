@@ -155,3 +155,10 @@ def test_a_callback_that_cannot_take_its_state_back_is_named():
     with pytest.raises(TypeError, match="Keeps has state_dict.*and no load_state_dict"):
         load_callback_states([Keeps()], states)
     assert not hasattr(Keeps(), "early_stopping_patience_counter")
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, dp.DataParallelArguments])
+def test_an_unknown_optimizer_is_refused_with_the_known_ones_and_what_to_do(tmp_path, kind):
+    message = r"optim='adafactor': MindNLP 0.4.1 has 'adamw' or 'sgd'; .* optimizers=\(optimizer, None\)"
+    with pytest.raises(ValueError, match=message):
+        kind(str(tmp_path), optim="adafactor")

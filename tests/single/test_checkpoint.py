@@ -747,6 +747,12 @@ def cell():
     return nn.SequentialCell(nn.Dense(3, 2), nn.BatchNorm1d(2))
 
 
+def lora():
+    from mindnlp.peft import LoraConfig, get_peft_model
+
+    return get_peft_model(tiny_roberta(), LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"]))
+
+
 @pytest.mark.parametrize("build", [plain_module, tied_model, cell, tiny_roberta])
 def test_weights_of_any_kind_of_model(tmp_path, build):
     model, other = build(), build()
@@ -766,6 +772,68 @@ def test_weights_in_several_files(tmp_path):
     next(tmp_path.glob("model-00001*")).unlink()
     with pytest.raises(CheckpointError, match="does not hold '.*', which the model trains"):
         read_weights(other, tmp_path)
+
+
+def save_with_trainer(model, folder):
+    settings = {"per_device_train_batch_size": 4, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    dp.DataParallelTrainer(model, dp.DataParallelArguments(str(folder), **settings), train_dataset=Rows(4)).train()
+
+
+def save_of_a_module(model, folder):
+    dp.DataParallelTrainer(model, dp.DataParallelArguments(str(folder))).save_model()
+
+
+def save_of_a_sharded_model(model, folder):
+    from mindnlp_dp.parallel.placement import Placement
+    from mindnlp_dp.parallel.weights.safetensors_files import bytes_of, file_header
+
+    arrays = {name: weight.asnumpy() for name, weight in named_weights(model)}
+    placements = [Placement(name, array.shape, str(array.dtype)) for name, array in arrays.items()]
+    pieces = [bytes_of(arrays[p.name], p.dtype) for p in placements]
+    (folder / "model.safetensors").write_bytes(b"".join([file_header(placements), *pieces]))
+
+
+def save_of_mindnlp(model, folder):
+    from mindnlp.core.serialization import save_model
+
+    save_model(model, str(folder / "model.safetensors"), force_contiguous=False)
+
+
+def save_of_a_custom_loop(model, folder):
+    from mindnlp.core import optim
+
+    loader = dp.make_loader(Rows(4), 4, seed=0)
+    parameters = list(model.parameters())
+    step = dp.make_train_step(lambda **inputs: model(**inputs).loss, optim.SGD(parameters, lr=0.1), parameters)
+    dp.FunctionalRun(folder, model, step, loader).save()
+
+
+@pytest.mark.parametrize(
+    ("build", "save"),
+    [
+        (tiny_roberta, lambda model, folder: model.save_pretrained(str(folder))),
+        (tiny_roberta, lambda model, folder: model.save_pretrained(str(folder), max_shard_size="5KB")),
+        (tiny_roberta, save_with_trainer),
+        (tiny_roberta, save_of_a_sharded_model),
+        (tiny_roberta, save_of_a_custom_loop),
+        (tiny_roberta, save_of_mindnlp),
+        (plain_module, save_of_a_module),
+        (cell, write_weights),
+        (lora, lambda model, folder: model.save_pretrained(str(folder))),
+        (lora, save_with_trainer),
+    ],
+)
+def test_every_file_of_weights_says_the_format_that_transformers_opens(tmp_path, build, save):
+    """Transformers 4 refuses model*.safetensors whose metadata does not name PyTorch, TensorFlow, Flax or MLX."""
+    from safetensors import safe_open
+
+    save(build(), tmp_path)
+    files = [path for path in tmp_path.rglob("*.safetensors") if path.name != "state.safetensors"]
+    assert files
+    for path in files:
+        with safe_open(path, "np") as file:
+            assert file.keys()
+            assert file.metadata() == {"format": "pt"}, path
 
 
 def test_weights_of_another_model_are_refused(tmp_path):

@@ -43,6 +43,17 @@ def test_rows_of_different_lengths_are_padded():
     assert concatenate([np.ones((1, 1, 2)), np.ones((1, 2, 2))]).shape == (2, 2, 2)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "values", "padding"),
+    [("bool", [1, 0], 0), ("uint8", [1, 200], -100), ("uint32", [1, 70000], -100), ("int8", [1, -7], -100),
+     ("float16", [1, 0.5], -100)],
+)  # fmt: skip
+def test_padding_is_no_value_that_a_prediction_may_have(dtype, values, padding):
+    short, long = np.array([values], dtype), np.array([values + values], dtype)
+    assert concatenate([short, long]).tolist() == [[*values, padding, padding], values + values]
+    assert concatenate([long, short]).tolist() == [values + values, [*values, padding, padding]]
+
+
 def test_attention_maps_of_different_lengths_are_padded_in_both_dimensions():
     joined = concatenate([np.ones((1, 3, 2, 2)), np.zeros((1, 3, 4, 4))])
     assert joined.shape == (2, 3, 4, 4)

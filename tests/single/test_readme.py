@@ -109,3 +109,15 @@ def test_the_languages_agree(folder):
         }
 
     assert outline(english) == outline(chinese)
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_commands_stand_after_the_environment_that_they_need(name):
+    """The quickstart makes the environment, the page activates it, and then come the commands and the report."""
+    text = (ROOT / name).read_text(encoding="utf-8").partition("bash scripts/quickstart.sh")[2]
+    activated = text.index("source .venv/bin/activate")
+    for command in ("mindnlp-dp report", "python benchmarks/", "mindnlp-dp run --nproc 2 scripts/"):
+        assert activated < text.index(command), command
+    extras = re.search(r"^ensure_environment (\S+)$", (ROOT / "scripts/quickstart.sh").read_text(), re.MULTILINE)[1]
+    assert {"mpi", "quickstart", "report"} <= set(extras.split(","))
+    assert '".[cpu,mpi]"' in (ROOT / name.replace("README", "docs/index")).read_text(encoding="utf-8")

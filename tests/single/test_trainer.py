@@ -47,6 +47,85 @@ def test_the_same_weights_and_losses_as_the_stock_trainer(tmp_path, optim):
         )
 
 
+def stack(samples):
+    columns = {"input_ids": "input_ids", "label": "labels"}
+    return {new: np.stack([np.asarray(sample[name]) for sample in samples]) for name, new in columns.items()}
+
+
+class OtherOrder(Trainer):
+    def __init__(self, model, reference=None, beta=0.1, args=None, data_collator=None, **rest):
+        super().__init__(model=model, args=args, **rest)
+        self.reference, self.beta, self.data_collator = reference, beta, data_collator or stack
+
+
+class PassesOn(Trainer):
+    def __init__(self, *args, beta=0.1, **rest):
+        super().__init__(*args, **rest)
+        self.beta = beta
+
+
+class TakesACollatorFromTheRest(Trainer):
+    def __init__(self, *args, **rest):
+        data_collator = rest.pop("data_collator", None)
+        super().__init__(*args, **rest)
+        self.data_collator = data_collator
+
+
+class PassesOnToOtherOrder(OtherOrder):
+    def __init__(self, beta, *args, **rest):
+        super().__init__(*args, beta=beta, **rest)
+
+
+class KeywordsOnly(Trainer):
+    def __init__(self, *, args, model, **rest):
+        super().__init__(model, args, **rest)
+
+
+class MakesItsArguments(Trainer):
+    def __init__(self, folder, model, train_dataset):
+        args = TrainingArguments(folder, per_device_train_batch_size=4, max_steps=2, save_strategy="no")
+        super().__init__(model, args, train_dataset=train_dataset)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        (OtherOrder, lambda kind, model, args, rows: kind(model, None, 0.5, args, stack, train_dataset=rows)),
+        (OtherOrder, lambda kind, model, args, rows: kind(model, args=args, train_dataset=rows, data_collator=stack)),
+        (PassesOn, lambda kind, model, args, rows: kind(model, args, None, rows, beta=0.5, data_collator=stack)),
+        (PassesOn, lambda kind, model, args, rows: kind(args=args, model=model, train_dataset=rows)),
+        (PassesOnToOtherOrder, lambda kind, model, args, rows: kind(0.5, model, args=args, train_dataset=rows)),
+        (
+            TakesACollatorFromTheRest,
+            lambda kind, model, args, rows: kind(model, args, train_dataset=rows, data_collator=stack),
+        ),
+        (KeywordsOnly, lambda kind, model, args, rows: kind(model=model, args=args, train_dataset=rows)),
+        (MakesItsArguments, lambda kind, model, args, rows: kind(args.output_dir, model, rows)),
+        (Trainer, lambda kind, model, args, rows: kind(model, args, None, rows)),
+    ],
+)
+def test_a_trainer_with_a_constructor_of_its_own_trains(tmp_path, kind, call):
+    mixed = type(f"DataParallel{kind.__name__}", (dp.DataParallelTrainerMixin, kind), {})
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, max_steps=2, save_strategy="no")
+    trainer = call(mixed, tiny_roberta(), args, Rows(8))
+    assert isinstance(trainer.args, dp.DataParallelArguments)
+    if kind in (OtherOrder, TakesACollatorFromTheRest):
+        assert trainer.data_collator is stack
+    assert trainer.train().global_step == 2
+
+
+def test_mindnlps_dpo_trainer_is_refused_and_is_wrong(tmp_path):
+    import mindspore
+    from mindnlp.trl import DPOConfig, DPOTrainer
+
+    mixed = type("MyDPOTrainer", (dp.DataParallelTrainerMixin, DPOTrainer), {})
+    with pytest.raises(NotImplementedError, match=r"adds up logits .* examples/preference.py"):
+        mixed(tiny_roberta(), args=DPOConfig(str(tmp_path)))
+    logits, labels = mindspore.Tensor(np.full((1, 3, 5), 7, np.float32)), mindspore.Tensor([[1, 2, 3]])
+    # Each of the two labels has a log probability of -log(5). If this fails, the refusal can be removed.
+    assert DPOTrainer.get_batch_logps(logits, labels)[0].asnumpy() == pytest.approx([14.0])
+
+
 def test_the_hook_leaves_gradients_as_they_are(tmp_path):
     model = tiny_roberta()
     trainer = dp.DataParallelTrainer(model, dp.DataParallelArguments(str(tmp_path)), train_dataset=Rows(4))

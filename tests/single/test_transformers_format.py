@@ -1,7 +1,8 @@
 """Test that Transformers and PEFT on PyTorch open our checkpoints, and compute the same outputs.
 
-TORCH_PYTHON names a Python that has torch, transformers and peft; without it, these tests make an environment with them
-(3 GB, in .venv-transformers).
+Both the newest Transformers and a 4.x do: the variables TORCH_PYTHON and TORCH_PYTHON_4 name a Python that has torch,
+transformers and peft of each; without them, these tests make the environments .venv-transformers and
+.venv-transformers-4 (3 GB each).
 """
 
 from __future__ import annotations
@@ -41,15 +42,19 @@ with torch.no_grad():
 """
 
 
-@pytest.fixture(scope="session")
-def torch_python():
-    if "TORCH_PYTHON" in os.environ:
-        return os.environ["TORCH_PYTHON"]
-    folder = ROOT / ".venv-transformers"
+# The packages beside torch of each environment, by the end of its variable's name.
+PACKAGES = {"": ["transformers>=5", "peft"], "_4": ["transformers==4.55.4", "peft==0.17.1"]}
+
+
+@pytest.fixture(scope="session", params=PACKAGES, ids=["newest", "4"])
+def torch_python(request):
+    if given := os.environ.get(f"TORCH_PYTHON{request.param}"):
+        return given
+    folder = ROOT / f".venv-transformers{request.param.replace('_', '-')}"
     python = folder / "bin/python"
     if not (folder / ".installed").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "torch", "transformers", "peft"]
+        install = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "torch", *PACKAGES[request.param]]
         if subprocess.run(install, check=False).returncode:
             pytest.skip("torch, transformers and peft cannot be installed here")
         (folder / ".installed").touch()
@@ -63,6 +68,15 @@ def logits_by_torch(python, folder, rows, tmp_path, adapters=""):
     done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     return np.load(tmp_path / "y.npy")
+
+
+def test_a_saved_model_in_several_files_opens_in_transformers(tmp_path, torch_python):
+    model = tiny_transformers.build("llama")
+    model.save_pretrained(str(tmp_path / "model"), max_shard_size="10KB")
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
+    rows = Rows("llama").batch["input_ids"]
+    found = logits_by_torch(torch_python, tmp_path / "model", rows, tmp_path)
+    np.testing.assert_allclose(found, logits_by_mindnlp(model, rows), atol=1e-4)
 
 
 def logits_by_mindnlp(model, rows):

@@ -195,6 +195,21 @@ def _types_in_adapter_files(module: types.ModuleType) -> Iterator[None]:
     module.get_data_list = get_data_list  # type: ignore[attr-defined]
 
 
+# Versions: MindNLP 0.4.1. Cause: weights are written with the metadata {"format": "np"} (save_pretrained, the Trainer)
+# or without metadata (save_model), and Transformers 4 on PyTorch opens neither.
+# Remove when: PreTrainedModel.save_pretrained writes {"format": "pt"}.
+@around("mindnlp.core.serialization")
+def _format_of_weights(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock_save = module.safe_save_file
+
+    @functools.wraps(stock_save)
+    def safe_save_file(tensor_dict: Any, filename: Any, metadata: Any = None) -> Any:
+        return stock_save(tensor_dict, filename, {**(metadata or {}), "format": "pt"})
+
+    module.safe_save_file = safe_save_file  # type: ignore[attr-defined]
+
+
 # Versions: MindNLP 0.4.1. Cause: adapters are written as adapter_model.ckpt, in MindSpore's format, which PEFT on
 # PyTorch cannot read.
 # Remove when: PeftModel.save_pretrained writes adapter_model.safetensors.

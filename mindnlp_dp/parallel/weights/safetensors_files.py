@@ -93,7 +93,7 @@ def host_type(dtype: str) -> Any:
 
 def file_header(placements: Iterable[Placement]) -> bytes:
     """Return the header of a safetensors file (its README, "Format"): a length and JSON with types and offsets."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for placement in placements:
         item_bytes = 2 if placement.dtype == "bfloat16" else host_type(placement.dtype).itemsize

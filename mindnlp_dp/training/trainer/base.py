@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,7 @@ from mindnlp_dp.training.trainer.mindnlp_trainer import (
     EvalLoopOutput,
     PreTrainedModel,
     TrainerCallback,
+    TrainingArguments,
 )
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
 from mindnlp_dp.training.trainer.shrink_recovery import can_shrink, state_of_survivors
@@ -79,7 +81,7 @@ class DataParallelTrainerBase(abc.ABC):
     # The methods of the library's Trainer that are not called, and what to do instead of overriding them.
     not_called: ClassVar[Mapping[str, str]] = NOT_CALLED
 
-    def __init__(self, model: Any, args: DataParallelArgumentsBase, *rest: Any, **kwargs: Any) -> None:
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
         for name, instead in self.not_called.items():
             if self._has_own(name):
                 raise ValueError(f"{type(self).__name__} has its own {name}, which is not called: {instead}")
@@ -93,7 +95,9 @@ class DataParallelTrainerBase(abc.ABC):
         self.current_tokens = 0
         # Samples per update; None if it follows from the other settings and the number of ranks.
         self.global_batch_size: Optional[int] = None
-        super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+        super().__init__(*self._with_upgraded_arguments(positional, keywords), **keywords)
+        # A constructor may have made its own arguments.
+        self.args = self.upgrade_arguments(self.args)
         # Not earlier: model_init may have made the model, and sharded it.
         self.group = (getattr(self.model, "parallel", None) or replicated_on_all_ranks(self.model)).group
         # The model whose columns _signature_columns names.
@@ -101,7 +105,31 @@ class DataParallelTrainerBase(abc.ABC):
         check_values(list(self.model.named_parameters()), self.world)
         self.whole.broadcast_weights()
 
+    def _with_upgraded_arguments(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
+        """Return the positional arguments of the next constructor, with training arguments that know their rank.
+
+        The parameters of a user's Trainer may have any order. Those in ``keywords`` are replaced in place.
+        """
+        found = list(positional)
+        parameters = list(inspect.signature(super().__init__).parameters.values())
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+        if "args" in names[: len(found)]:
+            index = names.index("args")
+            found[index] = self.upgrade_arguments(found[index])
+        elif any(p.name == "args" and p.kind is not p.VAR_POSITIONAL for p in parameters):
+            keywords["args"] = self.upgrade_arguments(keywords.get("args"))
+        else:
+            # A constructor that passes on what it is given, or has another name for them.
+            found = [self.upgrade_arguments(x) if isinstance(x, TrainingArguments) else x for x in found]
+            given = {name: x for name, x in keywords.items() if isinstance(x, TrainingArguments)}
+            keywords.update({name: self.upgrade_arguments(x) for name, x in given.items()})
+        return found
+
     # Methods that differ between the libraries.
+
+    @abc.abstractmethod
+    def upgrade_arguments(self, args: Any) -> DataParallelArgumentsBase:
+        """Turn training arguments into some that know their rank; None: the defaults."""
 
     @abc.abstractmethod
     def open_training_data(self) -> Any:

@@ -45,6 +45,17 @@ class DataParallelArguments(DataParallelArgumentsBase):
         default=None, metadata={"help": "As in Transformers; use_reentrant is accepted and makes no difference."}
     )
 
+    predict_with_generate: bool = field(
+        default=False,
+        metadata={"help": "Encoder-decoder models: predictions of evaluate and predict are generated tokens."},
+    )
+    generation_max_length: Optional[int] = field(
+        default=None, metadata={"help": "Maximum length of generated rows; None: the model's."}
+    )
+    generation_num_beams: Optional[int] = field(
+        default=None, metadata={"help": "Number of beams of generated rows; None: the model's."}
+    )
+
     @property
     def drops_last(self) -> bool:
         return self.dataset_drop_last

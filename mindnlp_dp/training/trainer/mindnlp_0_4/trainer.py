@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Optional, Union
 
+import numpy as np
 from mindnlp.configs import WEIGHTS_NAME
 from mindnlp.core.serialization import save_checkpoint as save_checkpoint_of_mindnlp
 
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
+from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.training.trainer.base import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
@@ -54,16 +58,38 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         **{f"get_{each}_dataloader": f"override get_{each}_dataset" for each in ("train", "eval", "test")},
     }
 
-    def __init__(
-        self, model: Any = None, args: Any = None, *rest: Any, data_collator: Optional[Collator] = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *positional: Any, data_collator: Optional[Collator] = None, **keywords: Any) -> None:
+        if any(kind.__module__ == "mindnlp.trl.trainer.dpo_trainer" for kind in type(self).__mro__):
+            raise NotImplementedError(
+                "MindNLP 0.4.1's DPOTrainer does not train with DPO: it adds up logits in place of log probabilities "
+                "(get_batch_logps has no log_softmax), and a model with adapters is its own reference; write the loss "
+                "as compute_loss of a dp.DataParallelTrainer, as examples/preference.py does"
+            )
         self.data_collator = data_collator
         self._hook_is_suspended = False
-        if args is None:
-            args = DataParallelArguments(output_dir="tmp_trainer")
-        super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
+        if data_collator is not None and self._next_constructor_takes("data_collator"):
+            keywords["data_collator"] = data_collator
+        super().__init__(*positional, **keywords)
+        if self.data_collator is None:
+            self.data_collator = data_collator
+        self._check_generation()
         if names := tracker_names(self.args.report_to):
             self.add_callback(TrackerCallback(names, lambda: self.run_id))  # type: ignore[attr-defined]
+
+    def _next_constructor_takes(self, name: str) -> bool:
+        """Tell whether a user's Trainer, after this class in the method resolution order, has this parameter."""
+        order = type(self).__mro__
+        for kind in order[order.index(DataParallelTrainerBase) + 1 :]:
+            if "__init__" in vars(kind):
+                parameters = inspect.signature(vars(kind)["__init__"]).parameters
+                if name in parameters:
+                    return True
+                if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+                    return False
+        return False
+
+    def upgrade_arguments(self, args: Any) -> DataParallelArguments:
+        return upgrade_arguments(DataParallelArguments("tmp_trainer") if args is None else args)
 
     def _collator(self) -> Optional[Collator]:
         return self.data_collator
@@ -170,6 +196,61 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     def get_test_dataset(self, test_dataset: Any) -> Any:
         """Return such a loader for :meth:`predict`."""
         return self._evaluation_loader(test_dataset)
+
+    def _check_generation(self) -> None:
+        if not self.args.predict_with_generate:
+            return
+        if not getattr(self.model.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"predict_with_generate is for encoder-decoder models, and {type(self.model).__name__} is not one; "
+                "call model.generate() in your own prediction_step"
+            )
+        if self.whole.is_sharded:
+            raise ValueError(
+                "predict_with_generate: a sharded model cannot generate; load its checkpoint in one process"
+            )
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Optional[list[str]] = None
+    ) -> tuple[Any, Any, Any]:
+        """Return the loss, the predictions and the labels of a batch, with ``predict_with_generate`` generated rows.
+
+        All generated rows are padded to their maximum length, so that they do not depend on the batch and its rank.
+        """
+        if prediction_loss_only or not self.args.predict_with_generate:
+            return super().prediction_step(  # type: ignore[misc,no-any-return]
+                model, inputs, prediction_loss_only, ignore_keys
+            )
+        labels = inputs.get("labels")
+        loss = None
+        if labels is not None:
+            loss, _, _ = super().prediction_step(model, dict(inputs), True, ignore_keys)  # type: ignore[misc]
+        settings = self._generation_settings(model)
+        texts = {name: x for name, x in inputs.items() if name != "labels" and not name.startswith("decoder_")}
+        new_tokens = settings.max_new_tokens
+        length = settings.max_length if new_tokens is None else new_tokens + 1
+        # Without the argument, a maximum that happens to be the default would be one token more.
+        limit = {"max_length": length} if new_tokens is None else {}
+        rows = to_host(model.generate(**texts, generation_config=settings, **limit))
+        missing = max(0, length - rows.shape[1])
+        rows = np.pad(rows, [(0, 0), (0, missing)], constant_values=settings.pad_token_id)
+        return loss, rows, labels
+
+    def _generation_settings(self, model: Any) -> Any:
+        # A field of MindNLP's Seq2SeqTrainingArguments: settings, or a folder with them.
+        given = getattr(self.args, "generation_config", None) or model.generation_config
+        if isinstance(given, (str, Path)):
+            given = type(model.generation_config).from_pretrained(str(given))
+        settings = copy.deepcopy(given)
+        if self.args.generation_max_length is not None:
+            settings.max_length, settings.max_new_tokens = self.args.generation_max_length, None
+        if self.args.generation_num_beams is not None:
+            settings.num_beams = self.args.generation_num_beams
+        if settings.pad_token_id is None:
+            raise ValueError(
+                "predict_with_generate: set model.generation_config.pad_token_id, which pads generated rows"
+            )
+        return settings
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):

@@ -55,10 +55,8 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     # The learning rate of the last update; None before the first.
     _rate_of_update: Optional[float] = None
 
-    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
-        if args is None:
-            args = DataParallelArguments(output_dir="tmp_trainer")
-        super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
+    def upgrade_arguments(self, args: Any) -> DataParallelArguments:
+        return upgrade_arguments(DataParallelArguments("tmp_trainer") if args is None else args)
 
     def _collator(self) -> Optional[Collator]:
         # Not at the top: mindnlp, which is imported first, puts mindtorch in PyTorch's place.
