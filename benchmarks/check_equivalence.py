@@ -8,7 +8,7 @@ Each number is the norm of the difference of the final weights, divided by the n
 with all rows of a micro-step in one batch: the largest of 2, 3 and 4 ranks and of 1 and 3 micro-steps an update. The
 models are small. Labels are spread unevenly: in each micro-step of a loss over tokens, the first rank has 3 labels and
 the last one 97; the last global batch is not full. A combination that is not supported shows its error. The exit code
-is 1 if a number is above 1e-5. About fifteen minutes on two cores.
+is 1 if a number is above 1e-5. About twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import argparse
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -45,38 +46,122 @@ TASKS = {
     "question answering, BERT": "BertForQuestionAnswering",
     "multiple choice, RoBERTa": "RobertaForMultipleChoice",
     "contrastive, in-batch negatives": "",
-    "convolutions with batch normalisation": "",
+    "convolutions with batch normalization": "",
+    "rows padded to the longest of a micro-batch, BERT": "BertForSequenceClassification",
+    "rows padded to the longest of a micro-batch, GPT-2": "GPT2LMHeadModel",
+    "class weights, BERT": "BertForSequenceClassification",
+    "preferences (DPO), Llama": "LlamaForCausalLM",
+    "resized embeddings, Llama": "LlamaForCausalLM",
 }
 WAYS = ("Trainer", "custom loop", "tp", "pp")
 MESHES = {"tp": {2: "tp=2", 4: "dp=2,tp=2"}, "pp": {2: "pp=2", 4: "dp=2,pp=2"}}
 ROWS, ACCUMULATIONS, RATE = 9, (1, 3), 0.1
 
 
-def task_of(name: str, dropout: float) -> tuple[Callable[[], Any], list[dict[str, Any]]]:
-    """Return a function that builds a task's model, and 108 samples of two columns or more."""
+@dataclass
+class Task:
+    """What is trained.
+
+    Attributes:
+        make: builds the model.
+        rows: 108 samples of two columns or more.
+        collate: pads samples to a batch; None stacks them.
+        loss: function of the model and the columns, if the model's own loss is not used.
+        loss_weight: function of the columns to the weight of that loss; None for the number of rows.
+        ways: the columns of the table.
+    """
+
+    make: Callable[[], Any]
+    rows: list[dict[str, Any]]
+    collate: Any = None
+    loss: Optional[Callable[..., Any]] = None
+    loss_weight: Optional[Callable[[Any], float]] = None
+    ways: Sequence[str] = WAYS
+
+    def loss_of(self, model: Any, columns: Any) -> Any:
+        return model(**columns)["loss"] if self.loss is None else self.loss(model, columns)
+
+
+def task_of(name: str, dropout: float) -> Task:
     from across_ranks import ConvNet, Images, Pairs, pairs
     from small_models import build, find, samples
 
-    if name.startswith("conv"):
-        import mindnlp_dp as dp
+    import mindnlp_dp as dp
 
+    if name.startswith("conv"):
         images = Images(4 * 27)
-        return lambda: dp.convert_sync_batchnorm(ConvNet()), [images[row] for row in range(len(images))]
+        return Task(lambda: dp.convert_sync_batchnorm(ConvNet()), [images[row] for row in range(len(images))])
     if name.startswith("contrastive"):
-        return Pairs, pairs(4 * 27)
+        return Task(Pairs, pairs(4 * 27))
     model_class = find(TASKS[name])
+    if name.startswith("rows padded"):
+        rows = ragged(samples(model_class, build(model_class), 4 * 27))
+        return Task(lambda: build(model_class, dropout=dropout), rows, dp.PaddingCollator(pad_token_id=0))
+    if name.startswith("class weights"):
+        return with_class_weights(
+            lambda: build(model_class, dropout=dropout), samples(model_class, build(model_class), 108)
+        )
+    if name.startswith("preferences"):
+        return preferences(lambda: build(model_class, dropout=dropout))
 
     def make() -> Any:
         model = build(model_class, dropout=dropout, **({"num_labels": 1} if name.startswith("regression") else {}))
         if "router" in name:
             model.config.output_router_logits = True
             model.router_aux_loss_coef = 0.5
+        if "resized" in name:
+            from library import set_seed
+
+            set_seed(1)
+            model.resize_token_embeddings(80)
         return model
 
     rows = samples(model_class, make(), 4 * 27)
     if name.startswith("regression"):
         rows = [{**row, "labels": float(row["labels"])} for row in rows]
-    return make, rows
+    return Task(make, rows)
+
+
+def ragged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples cut to 5 tokens or more."""
+    import numpy as np
+
+    sizes = np.random.default_rng(1).integers(5, len(rows[0]["input_ids"]) + 1, len(rows))
+    return [{name: x[:size] if np.ndim(x) else x for name, x in row.items()} for row, size in zip(rows, sizes)]
+
+
+def with_class_weights(make: Callable[[], Any], rows: list[dict[str, Any]]) -> Task:
+    import mindspore
+    import numpy as np
+    from library import nn
+
+    import mindnlp_dp as dp
+
+    weights = np.array([1, 10, 0.1], np.float32)
+
+    def loss(model: Any, columns: Any) -> Any:
+        columns = dict(columns)
+        labels = columns.pop("labels")
+        return nn.functional.cross_entropy(model(**columns)["logits"], labels, weight=mindspore.Tensor(weights))
+
+    return Task(
+        make, rows, loss=loss, loss_weight=lambda columns: dp.count_labels(columns, weight=weights), ways=WAYS[:3]
+    )
+
+
+def preferences(make: Callable[[], Any]) -> Task:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from preference import pair, preference_loss
+
+    reference = make()
+    reference.eval()
+    for parameter in reference.parameters():
+        parameter.requires_grad = False
+
+    def loss(model: Any, columns: Any) -> Any:
+        return preference_loss(model, reference, columns)[0]
+
+    return Task(make, [pair(number) for number in range(4 * 27)], loss=loss, ways=WAYS[:2])
 
 
 def spread(rows: list[dict[str, Any]], num_ranks: int, num_micro_steps: int) -> list[dict[str, Any]]:
@@ -85,7 +170,8 @@ def spread(rows: list[dict[str, Any]], num_ranks: int, num_micro_steps: int) -> 
 
     num_full = num_ranks * ROWS * num_micro_steps
     rows = [rows[number % len(rows)] for number in range(num_full + 5)]
-    if np.ndim(rows[0].get("labels", 0)) == 0:
+    lengths = {np.shape(row.get("labels", 0)) for row in rows}
+    if len(lengths) > 1 or lengths == {()}:
         return rows
     result = []
     for number, row in enumerate(rows[:num_full]):
@@ -102,33 +188,43 @@ def spread(rows: list[dict[str, Any]], num_ranks: int, num_micro_steps: int) -> 
     return result + rows[num_full:]
 
 
-def by_trainer(make: Callable[[], Any], rows: Any, size: int, accumulation: int, folder: Path) -> Any:
+def by_trainer(task: Task, model: Any, rows: Any, batch: tuple[int, int], folder: Path) -> Any:
+    """Train on micro-batches of ``batch[0]`` samples, ``batch[1]`` of them in an update."""
+    size, accumulation = batch
+    import mindnlp_dp as dp
     from models import train
 
+    class OwnLoss(dp.DataParallelTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            return task.loss_of(model, inputs)
+
+    class OwnLossAndWeight(OwnLoss):
+        def loss_weight(self, inputs: Any) -> float:
+            assert task.loss_weight is not None
+            return task.loss_weight(inputs)
+
+    trainer_class = None if task.loss is None else OwnLoss if task.loss_weight is None else OwnLossAndWeight
     return train(
-        make(), rows, folder, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, optim="sgd",
-        learning_rate=RATE, max_grad_norm=1.0, dataset_shuffle=False, logging_strategy="no",
+        model, rows, folder, trainer_class, per_device_train_batch_size=size, optim="sgd", learning_rate=RATE,
+        gradient_accumulation_steps=accumulation, max_grad_norm=1.0, dataset_shuffle=False, logging_strategy="no",
+        data_collator=task.collate, remove_unused_columns=task.loss is None,
     ).model  # fmt: skip
 
 
-def by_custom_loop(make: Callable[[], Any], rows: Any, size: int, accumulation: int, folder: Path) -> Any:
+def by_custom_loop(task: Task, model: Any, rows: Any, batch: tuple[int, int], folder: Path) -> Any:
+    size, accumulation = batch
     from library import optim
 
     import mindnlp_dp as dp
 
-    model = make()
     parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def forward(**columns: Any) -> Any:
-        outputs = model(**columns)
-        return outputs["loss"]
-
     step = dp.make_train_step(
-        forward, optim.SGD(parameters, lr=RATE), parameters, model=model, accumulation_steps=accumulation,
-        max_grad_norm=1.0, zero_stage=0,
+        lambda **columns: task.loss_of(model, columns), optim.SGD(parameters, lr=RATE), parameters, model=model,
+        accumulation_steps=accumulation, max_grad_norm=1.0, zero_stage=0,
+        weight_of=task.loss_weight or ((lambda batch: len(batch.indices)) if task.loss else None),
     )  # fmt: skip
     model.train()
-    for window in dp.make_loader(rows, size, accumulation, shuffle=False).windows():
+    for window in dp.make_loader(rows, size, accumulation, shuffle=False, collate=task.collate).windows():
         step(window if accumulation > 1 else window[0])
     return model
 
@@ -146,7 +242,7 @@ def compare(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             continue
         for way in args.ways:
             mesh = MESHES[way].get(group.world_size) if way in MESHES else None
-            if way in MESHES and mesh is None:
+            if way not in task.ways or (way in MESHES and mesh is None):
                 continue
             with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -158,15 +254,15 @@ def compare(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def difference(task: Any, way: str, mesh: Optional[str], accumulation: int, folder: Path) -> float:
+def difference(task: Task, way: str, mesh: Optional[str], accumulation: int, folder: Path) -> float:
     from token_losses import distance
 
     import mindnlp_dp as dp
     from models import alone, weights
 
-    (make, rows), group = task, dp.get_process_group()
+    group = dp.get_process_group()
     train: Any = by_custom_loop if way == "custom loop" else by_trainer
-    build, read = make, weights
+    build, read = task.make, weights
     num_ranks = group.world_size
     if mesh is not None:
         from cut_models import whole_weights
@@ -175,16 +271,16 @@ def difference(task: Any, way: str, mesh: Optional[str], accumulation: int, fold
 
         dp.init_device_mesh(parse_mesh(mesh))
         num_ranks = dp.get_device_mesh().dp_group.world_size
-        build, read = lambda: dp.parallelize(make()), whole_weights
+        build, read = lambda: dp.parallelize(task.make()), whole_weights
     # Two full updates, and one that is not full.
-    rows = spread(rows, num_ranks, 2 * accumulation)
+    rows = spread(task.rows, num_ranks, 2 * accumulation)
     try:
-        mine = read(train(build, rows, ROWS, accumulation, folder / str(group.rank)))
+        mine = read(train(task, build(), rows, (ROWS, accumulation), folder / str(group.rank)))
         with alone():
             if mesh is not None:
                 dp.init_device_mesh({"dp": 1})
-            one = train(make, rows, ROWS * num_ranks, accumulation, folder / f"alone-{group.rank}")
-            return distance(mine, weights(one), weights(make()))
+            one = train(task, task.make(), rows, (ROWS * num_ranks, accumulation), folder / f"alone-{group.rank}")
+            return distance(mine, weights(one), weights(task.make()))
     finally:
         if mesh is not None:
             dp.init_device_mesh({"dp": group.world_size})

@@ -50,24 +50,32 @@ def log_probabilities(model: Any, ids: Any, labels: Any) -> Any:
     return (of_tokens * counts.to(of_tokens.dtype)).sum(-1)
 
 
+def preference_loss(model: Any, reference_model: Any, pairs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return DPO's loss, the mean over the pairs, and by how much each prefers the chosen answer, of shape (pairs,).
+
+    ``reference_model`` is frozen; None stands for the model without its adapters.
+    """
+    ids = ops.cat((pairs["chosen_ids"], pairs["rejected_ids"]))
+    labels = ops.cat((pairs["chosen_labels"], pairs["rejected_labels"]))
+    policy = log_probabilities(model, ids, labels)
+    with no_grad():
+        if reference_model is not None:
+            reference = log_probabilities(reference_model, ids, labels)
+        else:
+            with model.disable_adapter():
+                reference = log_probabilities(model, ids, labels)
+    gain, rows = policy - reference, ids.shape[0] // 2
+    margin = BETA * (gain[:rows] - gain[rows:])
+    return -functional.logsigmoid(margin).mean(), margin
+
+
 class DPOTrainer(dp.DataParallelTrainer):
     """A Trainer whose loss is DPO's; ``reference`` is a frozen model, or None for a model with adapters."""
 
     reference: Any = None
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
-        ids = ops.cat((inputs["chosen_ids"], inputs["rejected_ids"]))
-        labels = ops.cat((inputs["chosen_labels"], inputs["rejected_labels"]))
-        policy = log_probabilities(model, ids, labels)
-        with no_grad():
-            if self.reference is not None:
-                reference = log_probabilities(self.reference, ids, labels)
-            else:
-                with model.disable_adapter():
-                    reference = log_probabilities(model, ids, labels)
-        gain, rows = policy - reference, ids.shape[0] // 2
-        margin = BETA * (gain[:rows] - gain[rows:])
-        loss = -functional.logsigmoid(margin).mean()
+        loss, margin = preference_loss(model, self.reference, inputs)
         return (loss, {"margin": margin}) if return_outputs else loss
 
 

@@ -119,30 +119,35 @@ def widened(name: str, column: Any) -> Any:
     return column.astype(np.int64) if is_class or is_narrow else column
 
 
-def streams_of(batch: Any, key: int, record: MaskRecord) -> SampleStreams:
-    """Return the random streams of a batch's samples; ``key`` is that of the update, ``record`` is the run's."""
+def streams_of(batch: Any, key: int, record: MaskRecord, num_virtual_tokens: int = 0) -> SampleStreams:
+    """Return the random streams of a batch's samples; ``key`` is that of the update, ``record`` is the run's.
+
+    A model with prompt or prefix tuning puts ``num_virtual_tokens`` before each text.
+    """
     columns = batch if isinstance(batch, Mapping) else {}
     texts = {name: x for name, x in columns.items() if getattr(x, "ndim", 0) in (2, 3)}
     return SampleStreams(
         key,
         getattr(batch, "positions", None),
-        lengths=frozenset(int(x.shape[-1]) for x in texts.values()),
+        lengths=frozenset(int(x.shape[-1]) + more for x in texts.values() for more in {0, num_virtual_tokens}),
         choices=frozenset(int(x.shape[1]) for x in texts.values() if x.ndim == 3),
-        starts=_starts_of(texts),
+        starts=_starts_of(texts, record),
         record=record,
     )
 
 
-def _starts_of(texts: Mapping[str, Any]) -> dict[int, np.ndarray]:
+def _starts_of(texts: Mapping[str, Any], record: MaskRecord) -> dict[int, np.ndarray]:
     """Return by length the index of each text's first token, (rows, choices or 1), if one is padded on the left."""
-    starts = {}
+    starts: dict[int, np.ndarray] = {}
     for name, mask in texts.items():
         # A mask of one more dimension, (rows, tokens, tokens), says which token sees which.
         if name.endswith("attention_mask") and mask.shape[1:-1] != mask.shape[-1:]:
             counts = np.asarray(mask.asnumpy() if hasattr(mask, "asnumpy") else mask) != 0
-            if not counts[..., :1].all():
-                starts[int(counts.shape[-1])] = counts.argmax(-1).reshape(len(counts), -1)
-    return starts
+            mine = counts.argmax(-1).reshape(len(counts), -1)
+            known = starts.setdefault(int(counts.shape[-1]), mine)
+            if not record.doubt and not np.array_equal(known, mine):
+                record.doubt = "texts of two columns have the same length and are padded on the left"
+    return {length: mine for length, mine in starts.items() if mine.any()}
 
 
 def num_rows_of(batch: Any) -> int:

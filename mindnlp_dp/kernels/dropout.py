@@ -129,6 +129,8 @@ def keep_mask_of_samples(
             by_number[...] = drawn.reshape(sizes)[tuple(of_others)]
     if streams.starts and layout.axis is not None:
         _shift(keep, layout, streams.starts)
+    if layout.is_in_blocks:
+        keep = keep.swapaxes(0, 1)
     if not layout.axis:
         return keep.reshape(-1)
     # The dimensions before the samples' come last in ``dims``.

@@ -25,12 +25,15 @@ class SampleLayout:
         dims: the dimensions of one sample's elements. The first is the number of its rows in dimension ``axis``, then
             follow the dimensions after ``axis``, and those before it.
         tokens: the numbers of those of ``dims`` that count tokens, at most two.
+        is_in_blocks: whether the first rows of all samples come first, then their second ones, as after
+            ``concat([chosen, rejected])``; else the rows of a sample follow each other.
     """
 
     axis: Optional[int]
     num_owners: int
     dims: tuple[int, ...]
     tokens: tuple[int, ...]
+    is_in_blocks: bool = False
 
     @property
     def inner(self) -> tuple[int, ...]:
@@ -41,7 +44,7 @@ class SampleLayout:
     def fixed(self) -> tuple[Optional[int], ...]:
         """What must be equal for two tensors if the same elements are to have the same numbers."""
         sizes = [None if number in self.tokens else size for number, size in enumerate(self.dims)]
-        return self.axis, *sizes
+        return self.axis, self.is_in_blocks, *sizes
 
     def shard_dim(self, shard: Shard) -> int:
         """Return the number of the dimension in ``dims`` that a shard has a part of."""
@@ -57,7 +60,7 @@ def layout_of(shape: Sequence[int], num_samples: int, streams: SampleStreams) ->
     Known are, with B samples, L tokens, R rows per sample (such as choices), N heads and D features: (B, D),
     (B * L, D), (B, L, D), (B * R, L, D), (B, D, L) and (L, B, D); attention as (B, N, L, L), (B * R, N, L, L),
     (B * N, L, L) and (L, L, B, N), with two lengths in cross-attention; and tables that all samples share, (L, D) and
-    (1, L, D).
+    (1, L, D). Rows that are no column's choices are taken for several batches end to end: (R * B, L, D).
     """
     shape, lengths = tuple(shape), streams.lengths
     if streams.is_shared:
@@ -72,7 +75,14 @@ def layout_of(shape: Sequence[int], num_samples: int, streams: SampleStreams) ->
         is_shared = shape and (shape[0] == 1 or shape[0] in lengths)
         return SampleLayout(None, 1, shape, (int(shape[0] == 1 < len(shape)),)) if is_shared else None
     dims = (shape[0] // num_samples, *shape[1:])
-    return SampleLayout(0, num_samples, dims, _tokens(dims, streams))
+    tokens = _tokens(dims, streams)
+    has_flat_heads = len(dims) == 3 and len(tokens) == 2
+    is_in_blocks = dims[0] > 1 and dims[0] not in streams.choices and not has_flat_heads
+    if len(dims) == 2:
+        is_in_blocks &= dims[0] in streams.record.batches_end_to_end
+    elif is_in_blocks:
+        streams.record.batches_end_to_end.add(dims[0])
+    return SampleLayout(0, num_samples, dims, tokens, is_in_blocks)
 
 
 def _axis_of_samples(shape: Sequence[int], num_samples: int, streams: SampleStreams) -> Optional[int]:
@@ -97,7 +107,7 @@ def _tokens(dims: tuple[int, ...], streams: SampleStreams) -> tuple[int, ...]:
     if len(dims) <= 2:
         return (0,) if is_known_number_of_rows(rows, streams) else ()
     if len(dims) == 3:
-        has_heads = rows > 1 and rows not in streams.choices and (is_length[1] or others[0] == others[1])
+        has_heads = rows > 1 and rows not in streams.choices and (all(is_length[1:]) or others[0] == others[1])
         if has_shard_of_heads or has_heads:
             return 1, 2
         return (2,) if is_length[2] and not is_length[1] else (1,)
@@ -113,6 +123,7 @@ def is_known_number_of_rows(rows: int, streams: SampleStreams) -> bool:
     """Return whether a sample can have so many rows: one, or one for each token, choice, or token of each choice."""
     return (
         rows == 1
+        or rows in streams.record.batches_end_to_end
         or rows in streams.lengths
         or rows in streams.choices
         or any(rows == each * length for each in streams.choices for length in streams.lengths)

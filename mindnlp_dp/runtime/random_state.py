@@ -50,11 +50,13 @@ class MaskRecord:
 
     Attributes:
         layouts: by the number of the dropout call, the sizes that must not change.
+        batches_end_to_end: the numbers of batches that tensors had, one after the other, as chosen and rejected texts.
         doubt: why another number of ranks or micro-steps would draw other masks; empty if none would.
         has_warned: whether the user knows it.
     """
 
     layouts: dict[int, tuple[Optional[int], ...]] = field(default_factory=dict)
+    batches_end_to_end: set[int] = field(default_factory=set)
     doubt: str = ""
     has_warned: bool = False
 

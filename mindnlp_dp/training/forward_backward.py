@@ -25,7 +25,7 @@ from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
 from mindnlp_dp.kernels.dispatch import are_on
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
-from mindnlp_dp.runtime.random_state import MaskRecord, seeded, step_seed, update_key
+from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, seeded, step_seed, update_key
 from mindnlp_dp.training.loss_check import LossCheck
 from mindnlp_dp.training.timeline import StepTimeline
 
@@ -99,7 +99,7 @@ class ForwardBackward:
                 inputs = inputs if batch is mine else self.inputs_of(batch)
                 sending = self.exchange.backward(weight) if is_last else contextlib.nullcontext()
                 timed = self.timeline.forward_and_backward(self.model.model, step=step, micro_step=number)
-                streams = None if key is None else streams_of(batch, key, self.masks)
+                streams = None if key is None else self._streams(batch, key)
                 with (
                     seeded(step_seed(seed, self.model.seed_rank, step, number), streams),
                     sending,
@@ -159,6 +159,10 @@ class ForwardBackward:
             self.masks.doubt = "MindSpore's kernels draw them"
             self._warn()
         return update_key(seed, step)
+
+    def _streams(self, batch: Any, key: int) -> SampleStreams:
+        config = getattr(self.model.model, "active_peft_config", None)
+        return streams_of(batch, key, self.masks, getattr(config, "num_virtual_tokens", None) or 0)
 
     def _warn(self, *, leaves_out: bool = False) -> None:
         """Warn once if masks depend on the ranks, or if rows are left out of what the model sees of all ranks."""

@@ -242,7 +242,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_every_ranks_error(group, sh
     """Only the writer removes it; the other ranks must not wait for a rank that has raised."""
     from mindnlp_dp.training.trainer import resuming
 
-    def refuse(*args):
+    def refuse(*args, **kwargs):
         raise PermissionError("the folder is read-only")
 
     monkeypatch.setattr(resuming, "remove_old_checkpoints", refuse)

@@ -19,6 +19,7 @@ from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.device_updater import DeviceUpdater
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.runtime.devices import set_device_from_env
+from mindnlp_dp.training.loss_check import NUM_UPDATES
 from mindnlp_dp.training.make_train_step import make_train_step
 from stand_in_device import StandInDevice, bound, counted_host_reads, counted_operators
 
@@ -223,7 +224,8 @@ def test_a_whole_step_waits_for_the_device_so_often(group, make):
         overlap=True,
     )
     batch = mindspore.Tensor(np.ones((4, 2), np.float32))
-    for _ in range(3):
+    # In the first updates, losses are compared.
+    for _ in range(NUM_UPDATES):
         step(batch)
     with counted_host_reads() as reads:
         step(batch)

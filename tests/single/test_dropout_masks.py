@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindnlp_dp.data.batches import streams_of
 from mindnlp_dp.kernels import dropout
 from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, Shard, seeded, shared_by_samples
 
-# Samples, tokens, features, heads and choices; letters without a space between them are one dimension.
-LAYOUTS = ["B D", "BL D", "B L D", "BR L D", "B D L", "L B D", "B N L L", "BR N L L", "BN L L", "L L B N"]
+# Samples, tokens, features, heads, choices and batches end to end; letters without a space are one dimension.
+LAYOUTS = [
+    "B D", "BL D", "B L D", "BR L D", "CB L D", "B D L", "L B D",
+    "B N L L", "BR N L L", "CB N L L", "BN L L", "L L B N",
+]  # fmt: skip
 
 
 def sample_masks(shape, positions, *, lengths=(), choices=(), starts=None, shard=None, key=(5, 3), p=0.5):
@@ -27,7 +31,7 @@ def sample_masks(shape, positions, *, lengths=(), choices=(), starts=None, shard
 
 def masks_by_sample(layout, positions, length, starts=None):
     """Return masks with the samples first, and the dimensions of a sample's mask that count tokens."""
-    sizes = {"B": len(positions), "L": length, "D": 7, "N": 3, "R": 2}
+    sizes = {"B": len(positions), "L": length, "D": 7, "N": 6, "R": 2, "C": 4}
     shape = [math.prod(sizes[letter] for letter in word) for word in layout.split()]
     masks = sample_masks(shape, positions, lengths=[length], choices=[2], starts=starts)
     letters = layout.replace(" ", "")
@@ -151,17 +155,27 @@ def test_a_table_has_one_mask_for_all_samples():
         ((4, 2, 8, 8), (4, 2, 9, 9), ""),
         ((4, 5, 6), (4, 5, 7), "had a tensor of another layout before, and has one of shape"),
         ((4, 6), (4, 6, 6), "had a tensor of another layout before, and has one of shape"),
+        ((8, 9, 6), (8, 6), ""),
         ((512, 6), (512, 6), "may have 128 rows for each of 4 samples, or be a table"),
     ],
 )
 def test_a_mask_that_depends_on_other_samples_is_known(first, second, doubt):
-    """The same dropout call of two updates, with 8 tokens and then 9."""
+    """The same dropout call of two updates, with 8 tokens and then 9; without a doubt, two calls."""
     record = MaskRecord()
     for shape, length in ((first, 8), (second, 9)):
         with seeded(1, SampleStreams(5, np.arange(4), frozenset([length]), record=record)):
-            dropout.dropout_mask(shape, 0.5, (9, 3))
+            dropout.dropout_mask(shape, 0.5, (9, len(shape) if first == (8, 9, 6) else 3))
     assert doubt in record.doubt
     assert bool(doubt) == bool(record.doubt)
+
+
+def test_padding_on_the_left_of_two_texts_of_one_length_is_known():
+    record = MaskRecord()
+    masks = {"attention_mask": np.array([[0, 1, 1]]), "decoder_attention_mask": np.array([[1, 1, 1]])}
+    streams_of({name: mask[:, 1:] for name, mask in masks.items()}, 1, record)
+    assert not record.doubt
+    streams_of(masks, 1, record)
+    assert "the same length and are padded on the left" in record.doubt
 
 
 def test_masks_never_change():
