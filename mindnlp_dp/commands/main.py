@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         "exit code is that of the rank that failed. With several hosts, type the same line on each.",
         usage="mindnlp-dp run --nproc N [OPTIONS] SCRIPT [ARGS...]",
         formatter_class=DashesOnlyHelpFormatter,
+        # The options of SCRIPT would be taken for abbreviations of these.
+        allow_abbrev=False,
     )
     add_run_options(run)
     run.set_defaults(run=_run, parser=run)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import mindnlp_dp
-from mindnlp_dp.commands.main import main
+from mindnlp_dp.commands.main import _parser, main
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.monitor.console import _Log
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_process, report_failure
@@ -151,6 +151,25 @@ def test_wrong_words(argv, message, capsys):
         main(argv)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--n", "5"],
+        ["--r=16"],
+        ["--m"],
+        ["--log", "x"],
+        ["--max=3"],
+        ["--nproc", "4"],
+        ["-m"],
+        ["--help"],
+        ["--", "--s=1"],
+    ],
+)
+def test_the_options_of_the_script_are_the_scripts(arguments):
+    parsed = _parser().parse_args(["run", "--nproc", "2", "train.py", *arguments])
+    assert (parsed.script, parsed.args) == ("train.py", arguments)
 
 
 def test_a_missing_script(capsys):
