@@ -85,7 +85,7 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
         wrong = classes[((classes < 0) | (classes >= num_classes)) & (classes != ignore_index)]
         if wrong.size:
             raise IndexError(
-                f"cross_entropy: {wrong[0]} is no class, expected 0 to {num_classes - 1}, or {ignore_index} for one "
+                f"cross_entropy: {wrong[0]} is not a class, expected 0 to {num_classes - 1}, or {ignore_index} for one "
                 "that does not count"
             )
         is_plain = weight is None and label_smoothing == 0 and reduction in ("mean", "sum", "none")

@@ -1,7 +1,7 @@
 """Checks that the labels and token ids of a batch are those that the model can take; training and evaluation call it.
 
-MindSpore takes a negative id for one that counts from the end, and MindNLP's classifiers take labels that are no int32
-or int64 for several labels per sample: without these checks another loss is trained.
+MindSpore takes a negative id for one that counts from the end, and MindNLP's classifiers take labels that are not
+int32 or int64 for several labels per sample: without these checks another loss is trained.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ColumnChecks:
         num_classes: the number of classes of the labels; None if unknown.
         vocab_size: the number of token ids; None if unknown.
         takes_tokens: whether the model looks up ``input_ids`` as they are.
-        may_be_multi_label: whether a classifier takes several labels per sample if they are no integers.
+        may_be_multi_label: whether a classifier takes several labels per sample if they are not integers.
     """
 
     mean: Optional[LossMean]

@@ -50,7 +50,7 @@ class SampleLayout:
         """Return the number of the dimension in ``dims`` that a shard has a part of."""
         if shard.is_last_dim:
             return len(self.dims) - 1 - (self.axis or 0)
-        # Attention heads: a dimension of their own, or flattened into the rows.
+        # Attention heads have their own dimension, or are flattened into the rows.
         return 1 if len(self.dims) == 4 else 0
 
 
@@ -60,7 +60,7 @@ def layout_of(shape: Sequence[int], num_samples: int, streams: SampleStreams) ->
     Known are, with B samples, L tokens, R rows per sample (such as choices), N heads and D features: (B, D),
     (B * L, D), (B, L, D), (B * R, L, D), (B, D, L) and (L, B, D); attention as (B, N, L, L), (B * R, N, L, L),
     (B * N, L, L) and (L, L, B, N), with two lengths in cross-attention; and tables that all samples share, (L, D) and
-    (1, L, D). Rows that are no column's choices are taken for several batches end to end: (R * B, L, D).
+    (1, L, D). Rows that are not a column's choices are taken for several batches end to end: (R * B, L, D).
     """
     shape, lengths = tuple(shape), streams.lengths
     if streams.is_shared:

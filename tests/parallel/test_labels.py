@@ -98,7 +98,7 @@ WRONG = {
 @pytest.mark.parametrize("kernels", ["auto", "mindspore"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_a_model_cannot_take_is_an_error(group, tmp_path, wrong, kernels):
-    """In evaluation, prediction and training: on the rank that reads the sample, before anything is computed."""
+    """The rank that reads the sample raises it before it computes, in evaluation, prediction and training."""
     if is_0_5 and kernels == "mindspore":
         pytest.skip("the same code")
     name, change, message = WRONG[wrong]
@@ -132,7 +132,7 @@ def error_of(check, batch):
 
 
 def test_labels_of_another_loss_may_be_anything(group, tmp_path):
-    """A Trainer with a compute_loss of its own takes soft labels, and its token ids are still checked."""
+    """A Trainer with its own compute_loss takes soft labels, and its token ids are still checked."""
 
     class Distance(dp.DataParallelTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
@@ -164,7 +164,7 @@ def test_functions_refuse_what_mindspore_would_count_from_the_end(group, kernels
         tensor = mindspore.Tensor
     dispatch.choose(kernels, 1)
     try:
-        with pytest.raises(IndexError, match="-1 is no class, expected 0 to 2, or -100 for one that does not count"):
+        with pytest.raises(IndexError, match="-1 is not a class, expected 0 to 2, or -100 for one that does not count"):
             functional.cross_entropy(logits, tensor([0, -100, -1]))
         for ids in ([[0, -1]], [[5, 0]]):
             with pytest.raises(IndexError, match="the ids of an embedding are .*, and it has rows 0 to 4"):

@@ -58,7 +58,7 @@ CUT = {
 @pytest.mark.skipif(dp.get_process_group().backend != "mpi", reason="MindSpore's CPU library has no messages")
 @pytest.mark.parametrize(("mesh", "name"), CUT.get(dp.get_process_group().world_size, []))
 def test_models_that_are_cut(group, tmp_path, mesh, name):
-    """The embeddings were resized before, which makes them parameters of their own."""
+    """The embeddings were resized before, which replaces their parameters."""
     model_class = find(name)
     rows = samples(model_class, build(model_class), 40)
     dp.init_device_mesh(parse_mesh(mesh))
@@ -298,7 +298,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_one_warning(group, tmp_path, loss, 
 
 @pytest.mark.core
 def test_class_weights_train_what_one_process_would(group, tmp_path):
-    """With the sum of the labels' weights as the weight of a loss; without it, another model."""
+    """The weight of a loss is the sum of its labels' weights; with the number of rows it is another model."""
     name = "BertForSequenceClassification"
     far, *_ = together_and_alone(group, tmp_path, name, 3, OwnClassifierLossByWeight, p=0.1)
     assert far < MOST
@@ -368,7 +368,7 @@ def test_a_custom_loop_with_a_resized_model(group, is_plain):
 
 
 def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused(group, tmp_path):
-    """A loss with weights of its own: as a part of the model, they are exchanged and saved."""
+    """Weights that a loss learns are exchanged and saved only as a part of the model."""
     model_class = find("BertForSequenceClassification")
     model, rows = build(model_class), samples(model_class, build(model_class), 4 * group.world_size)
     scale = nn.Parameter(mindspore.Tensor([2.0], mindspore.float32))
