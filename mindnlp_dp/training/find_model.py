@@ -56,6 +56,11 @@ def modules_of(function: Callable[..., Any], parameters: Any) -> list[Any]:
     return list(found.values())
 
 
+def is_module(value: Any) -> bool:
+    """Return whether this is a model of MindNLP or a cell, not a class of them."""
+    return not isinstance(value, type) and (hasattr(value, "named_parameters") or hasattr(value, "cells_and_names"))
+
+
 def _referred_to(value: Any, depth: int) -> Iterator[Any]:
     yield value
     if depth == 0:

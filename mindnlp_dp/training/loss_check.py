@@ -46,7 +46,8 @@ class LossCheck:
     Attributes:
         loss_of: function from a batch's inputs to its loss.
         weight_of: function from a batch's inputs to the weight of its loss.
-        model: the model, which is in evaluation mode meanwhile: dropout is off, and no running statistics change.
+        models: the models and cells that the loss uses, in evaluation mode meanwhile, so that dropout is off and no
+            running statistics change. If none is known, nothing is compared.
         across_ranks: the rows of all ranks; a loss that looks at them is not compared.
         whose: name of the loss in the warning.
         inputs_of: function from a batch to what the other functions take.
@@ -54,7 +55,7 @@ class LossCheck:
 
     loss_of: Callable[[Any], Any]
     weight_of: Callable[[Any], float]
-    model: Any
+    models: Sequence[Any]
     across_ranks: BatchAcrossRanks
     whose: str
     inputs_of: Callable[[Any], Any] = field(default=lambda batch: batch)
@@ -64,7 +65,7 @@ class LossCheck:
     def __call__(self, batches: Sequence[Optional[Any]]) -> None:
         """Compare the first of this rank's micro-batches of an update. A collective in the first updates only."""
         group = self.across_ranks.group
-        if self._updates_left == 0 or (group.world_size == 1 and len(batches) == 1):
+        if not self.models or self._updates_left == 0 or (group.world_size == 1 and len(batches) == 1):
             return
         self._updates_left -= 1
         batch = next((each for each in batches if each is not None), None)
@@ -88,7 +89,7 @@ class LossCheck:
         size = num_rows_of(batch)
         halves = [rows_of(batch, 0, size // 2), rows_of(batch, size // 2, size)]
         try:
-            with _evaluating(self.model), self.across_ranks.probing():
+            with _evaluating(self.models), self.across_ranks.probing():
                 loss, again, *losses = (
                     self._loss(each, seed) for each, seed in ((batch, 1), (batch, 2), *((half, 3) for half in halves))
                 )
@@ -120,19 +121,20 @@ class LossCheck:
 
 
 @contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Set a model (MindNLP's, or a cell; None: nothing) to evaluation in this block, without recording gradients."""
-    if hasattr(model, "modules"):
-        modules = [(module, module.training) for module in model.modules()]
-        model.eval()
-    elif hasattr(model, "cells_and_names"):
-        modules = [(cell, cell.training) for _, cell in model.cells_and_names()]
-        model.set_train(False)
-    else:
-        modules = []
+def _evaluating(models: Sequence[Any]) -> Iterator[None]:
+    """Set models of MindNLP and cells to evaluation in this block, without recording gradients."""
+    modules: list[tuple[Any, bool]] = []
+    for model in models:
+        if hasattr(model, "modules"):
+            modules += [(module, module.training) for module in model.modules()]
+            model.eval()
+        else:
+            modules += [(cell, cell.training) for _, cell in model.cells_and_names()]
+            model.set_train(False)
     try:
         with mindnlp_api().no_grad():
             yield
     finally:
-        for module, is_training in modules:
+        # Models may share modules: the first record of one is from before.
+        for module, is_training in reversed(modules):
             module.training = is_training

@@ -30,7 +30,7 @@ from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.runtime.recompute import RecomputeLayers, enable_recompute
 from mindnlp_dp.training.adapter_gradients import adapter_check
-from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
+from mindnlp_dp.training.find_model import BatchWeigher, is_module, model_of, modules_of
 from mindnlp_dp.training.forward_backward import GLOBAL, ForwardBackward, across_ranks, check_dropout
 from mindnlp_dp.training.loss_check import LossCheck
 from mindnlp_dp.training.metrics import LossMeter
@@ -161,7 +161,8 @@ def make_train_step(
     loss_of, weigher = functools.partial(call_with, forward_fn), weight_of or BatchWeigher(forward_fn, model)
     rows = across_ranks(group, router_loss, trained)
     is_checked = weight_of is None and not jit and not replicated.is_sharded
-    check = LossCheck(loss_of, weigher, trained, rows, "the loss of forward_fn") if is_checked else None
+    used = {id(each): each for each in [*modules_of(forward_fn, parameters), trained] if is_module(each)}
+    check = LossCheck(loss_of, weigher, list(used.values()), rows, "the loss of forward_fn") if is_checked else None
     forward_backward = ForwardBackward(
         replicated, window, gradients_of, loss_of, weigher, step.timeline, rows, dropout=check_dropout(dropout),
         loss_check=check,

@@ -329,7 +329,7 @@ class TrainingLoop:
 
         whose = f"the loss of {type(trainer).__name__}"
         return LossCheck(
-            loss_of, trainer.loss_weight, trainer.model, self.across_ranks, whose, inputs_of=trainer.tensors
+            loss_of, trainer.loss_weight, [trainer.model], self.across_ranks, whose, inputs_of=trainer.tensors
         )
 
     def _end_substep(self) -> None:
