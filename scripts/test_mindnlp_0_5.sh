@@ -31,7 +31,7 @@ parallel() {
 }
 
 parallel mpi 2 "$most" trainer trainer_again own_data equivalence orders batch_scaling evaluation bad_losses models transformers_trainer
-parallel mpi 2 "$few" decisions resuming zero token_losses dropout batch_across_ranks
+parallel mpi 2 "$few" decisions resuming zero token_losses dropout batch_across_ranks labels
 # One rank, and a number of ranks that is not a power of two.
 [ "${1:-}" != --all ] || parallel mpi 1 "$most" equivalence
 parallel mpi 3 "$most" evaluation orders

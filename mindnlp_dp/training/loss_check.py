@@ -90,17 +90,17 @@ class LossCheck:
         halves = [rows_of(batch, 0, size // 2), rows_of(batch, size // 2, size)]
         try:
             with _evaluating(self.models), self.across_ranks.probing():
-                loss, again, *losses = (
-                    self._loss(each, seed) for each, seed in ((batch, 1), (batch, 2), *((half, 3) for half in halves))
-                )
+                loss, *losses = (self._loss(each, seed=1) for each in (batch, *halves))
                 weights = [float(self.weight_of(self.inputs_of(half))) for half in halves]
+                if not sum(weights) or not math.isfinite(loss):
+                    return None
+                mean = sum(each * weight for each, weight in zip(losses, weights) if weight) / sum(weights)
+                found = Comparison(loss, mean, (weights[0], weights[1]), size)
+                is_drawn = found.differs and self._loss(batch, seed=2) != loss
         except Exception:  # noqa: BLE001
             # Some losses cannot be computed of half a batch. If that of the batch cannot, training will say so.
             return None
-        if loss != again or not sum(weights) or not math.isfinite(loss):
-            return None
-        mean = sum(each * weight for each, weight in zip(losses, weights) if weight) / sum(weights)
-        return Comparison(loss, mean, (weights[0], weights[1]), size)
+        return None if is_drawn else found
 
     def _loss(self, batch: Any, seed: int) -> float:
         with seeded(seed):

@@ -151,7 +151,8 @@ def test_a_collator_may_return_more_than_tensors(group, tmp_path):
         tiny_roberta(), Rows(4 * group.world_size), tmp_path, per_device_train_batch_size=2, trainer_class=Watched,
         data_collator=collate, remove_unused_columns=False,
     )  # fmt: skip
-    assert len(seen) == 2
+    # A loss of the user's own is computed more often in the first updates.
+    assert {bool(flag) for flag in seen} == {True}
 
 
 def test_random_numbers_follow_their_seed_and_their_probabilities():
