@@ -275,6 +275,8 @@ class LossWeigher:
         self.mean = mean
         self._whose = whose
         self._has_warned = False
+        # The length of the texts in question answering; None before the first batch.
+        self._length: Optional[int] = None
 
     def __call__(self, batch: Any) -> float:
         """Return the weight of a batch's loss in the mean over ranks and micro-batches."""
@@ -283,6 +285,7 @@ class LossWeigher:
         if self.mean is not None and self.mean.task is Task.CLASSIFICATION and not columns:
             weight = _num_rows(batch)
         if weight is not None:
+            self._check_length(columns)
             return weight
         if not self._has_warned and (self.mean is not None or has_ignored_labels(batch)):
             self._has_warned = True
@@ -302,3 +305,19 @@ class LossWeigher:
                 stacklevel=3,
             )
         return _num_rows(batch)
+
+    def _check_length(self, columns: Mapping[str, Any]) -> None:
+        """Warn once if texts of question answering are padded to different lengths."""
+        if self.mean is None or self.mean.task is not Task.QUESTION_ANSWERING or "input_ids" not in columns:
+            return
+        length = int(columns["input_ids"].shape[1])
+        if self._length is not None and length != self._length and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._whose} is a softmax over all positions of a row, also those of the padding, and rows are "
+                f"padded to {self._length} and to {length} tokens: several ranks or micro-batches will not train what "
+                "one would. Pad all rows to one length",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self._length = length

@@ -30,8 +30,8 @@ class PaddingCollator:
         side: "right" or "left"; by default the tokenizer's; "right" without a tokenizer.
 
     Raises:
-        ValueError: the tokenizer has no padding token, ``side`` or ``pad_to_multiple_of`` is unknown, or rows of a
-            column that is not padded have different shapes.
+        ValueError: the tokenizer has no padding token, ``side`` or ``pad_to_multiple_of`` is unknown, samples have
+            different columns, or rows of a column that is not padded have different shapes.
     """
 
     def __init__(
@@ -62,7 +62,11 @@ class PaddingCollator:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Columns:
         """Return the batch, as arrays with one row per sample."""
-        rows = [{name: _as_array(value) for name, value in sample.items()} for sample in samples]
+        rows = [{name: self._as_array(name, value) for name, value in sample.items()} for sample in samples]
+        for number, row in enumerate(rows):
+            if row.keys() != rows[0].keys():
+                names = ", ".join(sorted(map(repr, row.keys() ^ rows[0].keys())))
+                raise ValueError(f"samples 0 and {number} of a batch do not have the same columns: one lacks {names}")
         for row in rows:
             if "input_ids" in row and "attention_mask" not in row:
                 row["attention_mask"] = np.ones(row["input_ids"].shape, np.int64)
@@ -83,12 +87,13 @@ class PaddingCollator:
         is_as_long = lengths == [len(row.get("input_ids", ())) for row in rows]
         return name != "labels" or len(set(lengths)) > 1 or is_as_long
 
+    def _as_array(self, name: str, value: Any) -> np.ndarray:
+        array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value)
+        # Small integers and bool cannot hold the padding.
+        return array.astype(np.int64) if name in self.padding and array.dtype.kind in "iub" else array
+
     def _padded(self, values: np.ndarray, length: int, padding: int) -> np.ndarray:
         missing = length - len(values)
         # An empty list has no integer type.
         values = values if len(values) else values.astype(np.int64)
         return np.pad(values, (0, missing) if self.side == "right" else (missing, 0), constant_values=padding)
-
-
-def _as_array(value: Any) -> np.ndarray:
-    return np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value)

@@ -244,3 +244,21 @@ def test_arguments_that_are_passed_as_a_tuple_have_the_functions_names():
 
     with pytest.warns(RuntimeWarning, match="this function's loss is a mean of is not known"):
         assert BatchWeigher(forward, None)((IDS, LABELS)) == 3
+
+
+def test_question_answering_with_rows_of_several_lengths_is_one_warning():
+    """Its softmax is over the padding, too, so the loss depends on the padded length."""
+    weigh = LossWeigher(LossMean(Task.QUESTION_ANSWERING), "the loss of M")
+
+    def batch(length):
+        positions = np.array([0, 1])
+        return {"input_ids": np.ones((2, length)), "start_positions": positions, "end_positions": positions}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert weigh(batch(5)) == weigh(batch(5)) == 2
+    with pytest.warns(RuntimeWarning, match="padded to 5 and to 7 tokens.*Pad all rows to one length"):
+        weigh(batch(7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weigh(batch(6))

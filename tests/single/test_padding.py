@@ -81,6 +81,22 @@ def test_an_empty_row_keeps_the_type():
     assert batch["input_ids"].dtype == np.int64
 
 
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8])
+def test_small_integers_and_bool_are_widened(dtype):
+    """-100 is no uint8, and a token id may be larger than the ids of a sample."""
+    rows = [{"input_ids": np.ones(size, dtype), "labels": np.ones(size, dtype)} for size in (1, 3)]
+    batch = dp.PaddingCollator(pad_token_id=300)(rows)
+    assert batch["input_ids"].tolist() == [[1, 300, 300], [1, 1, 1]]
+    assert batch["labels"].tolist() == [[1, -100, -100], [1, 1, 1]]
+
+
+def test_samples_with_different_columns_are_an_error():
+    rows = [{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}]
+    for each in (rows, rows[::-1]):
+        with pytest.raises(ValueError, match="samples 0 and 1 of a batch .* same columns: one lacks 'labels'"):
+            dp.PaddingCollator()(each)
+
+
 def test_what_cannot_be_padded_is_an_error():
     with pytest.raises(ValueError, match="no padding token; set tokenizer.pad_token"):
         dp.PaddingCollator(SimpleNamespace(pad_token_id=None, padding_side="right"))
