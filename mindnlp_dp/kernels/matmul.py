@@ -197,17 +197,38 @@ def _are_batches_in_order(strides: Sequence[tuple[int, ...]], axes: list[int]) -
 
 
 def _in_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray, axis: int) -> None:
-    """Multiply as many matrices in one call as a core has to; batch dimensions of length 1 are left out."""
+    """Multiply as many matrices in one call as a core has to; batch dimensions of length 1 are left out.
+
+    With two batch dimensions and gaps in memory, as in views of packed queries, keys and values, a call has the
+    matrices of one index of ``axis``: oneDNN 3.10 confuses the strides of some sizes, such as a batch of three times as
+    many samples as tokens, and reads and writes other memory.
+    """
     index: list[Union[int, slice]] = [slice(None) if length > 1 else 0 for length in out.shape[:-2]]
     work = math.prod(out.shape) // out.shape[axis] * a.shape[-1]
 
     def part(first: int, last: int) -> None:
-        at = (*index[:axis], slice(first, last), *index[axis + 1 :])
-        arrays = [x[at] for x in (a, b, out)]
-        # Always in float32: with AMX, oneDNN 3.10's batched products from bfloat16 leave out or overwrite memory.
-        onednn.products(*map(onednn.strided, arrays))(*(x.ctypes.data for x in arrays))
+        arrays = matrices(slice(first, last))
+        if out.ndim - 2 - index.count(0) == 1 or all(map(_is_compact, arrays)):
+            _multiply(arrays)
+            return
+        for number in range(first, last):
+            _multiply(matrices(number))
+
+    def matrices(at: Union[int, slice]) -> list[np.ndarray]:
+        return [x[(*index[:axis], at, *index[axis + 1 :])] for x in (a, b, out)]
 
     parallel_for(part, out.shape[axis], 1, WORK_OF_A_PART // work + 1)
+
+
+def _multiply(arrays: Sequence[np.ndarray]) -> None:
+    # Always in float32: with AMX, oneDNN 3.10's batched products from bfloat16 leave out or overwrite memory.
+    onednn.products(*map(onednn.strided, arrays))(*(x.ctypes.data for x in arrays))
+
+
+def _is_compact(x: np.ndarray) -> bool:
+    """Return whether there is no gap between the elements, in whatever order the dimensions lie in memory."""
+    last = sum((length - 1) * stride for length, stride in zip(x.shape, x.strides))
+    return bool(last == (x.size - 1) * ITEM_BYTES)
 
 
 def _addresses(x: np.ndarray) -> list[int]:

@@ -1071,6 +1071,27 @@ class TestPrecision:
             assert not matmul.uses_bfloat16()
 
 
+@pytest.mark.parametrize("num_cores", [1, 2])
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.mark.parametrize(("heads", "length", "width"), [(4, 12, 8), (2, 7, 16), (12, 5, 8)])
+def test_attention_of_packed_queries_keys_and_values(num_cores, pieces, heads, length, width):
+    """Views of ``pieces`` packed arrays, for batches of up to 3 times the tokens and the heads."""
+    workers.use_cores(num_cores)
+    for rows in sorted({*range(1, 8), *(n * k for n in (length, heads, width) for k in (1, 2, 3))}):
+        packed = numbers(rows, length, pieces, heads, width)
+        q, k = (packed[:, :, at % pieces].transpose(0, 2, 1, 3) for at in (0, 1))
+        scores = matmul.matmul(q, k.swapaxes(-1, -2))
+        np.testing.assert_allclose(scores, q.astype(np.float64) @ k.swapaxes(-1, -2), atol=1e-4, err_msg=str(rows))
+        np.testing.assert_allclose(matmul.matmul(scores, k), scores.astype(np.float64) @ k, rtol=1e-4, atol=1e-3)
+        # The gradient of the keys.
+        np.testing.assert_allclose(
+            matmul.matmul(scores.swapaxes(-1, -2), q),
+            scores.swapaxes(-1, -2).astype(np.float64) @ q,
+            rtol=1e-4,
+            atol=1e-3,
+        )
+
+
 def test_memory_that_is_freed_while_other_memory_is_taken_is_counted(monkeypatch):
     """Free an array during another allocation, as the garbage collector may do in the same thread."""
     kept = memory._Kept()
