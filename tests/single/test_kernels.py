@@ -1053,6 +1053,7 @@ class TestPrecision:
             assert not matmul.uses_bfloat16()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("num_cores", [1, 2])
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 @pytest.mark.parametrize(("heads", "length", "width"), [(4, 12, 8), (2, 7, 16), (12, 5, 8)])
