@@ -164,7 +164,7 @@ def test_wrong_words(argv, message, capsys):
         ["--nproc", "4"],
         ["-m"],
         ["--help"],
-        ["--", "--s=1"],
+        ["--s=1"],
     ],
 )
 def test_the_options_of_the_script_are_the_scripts(arguments):
