@@ -215,7 +215,8 @@ def _in_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray, axis: int) -> No
             _multiply(matrices(number))
 
     def matrices(at: Union[int, slice]) -> list[np.ndarray]:
-        return [x[(*index[:axis], at, *index[axis + 1 :])] for x in (a, b, out)]
+        place = (*index[:axis], at, *index[axis + 1 :])
+        return [x[place] for x in (a, b, out)]
 
     parallel_for(part, out.shape[axis], 1, WORK_OF_A_PART // work + 1)
 

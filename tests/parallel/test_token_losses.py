@@ -258,6 +258,27 @@ class OwnClassifierLoss(dp.DataParallelTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.core
+def test_a_loss_that_is_compared_logs_nothing_and_may_count(group, tmp_path, recwarn):
+    """The log has a record per update; a loss that changes from call to call is not taken for a wrong mean."""
+
+    class Counts(dp.DataParallelTrainer):
+        calls = 0
+
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            self.calls += 1
+            self.log({"mine": self.calls})
+            outputs = model(**inputs)
+            loss = outputs.loss * (0.5 if self.calls <= 3 else 1.0)
+            return (loss, outputs) if return_outputs else loss
+
+    model_class = find("BertForSequenceClassification")
+    rows = samples(model_class, build(model_class), 8 * group.world_size)
+    trainer = train(build(model_class), rows, tmp_path, Counts, **settings(group, 2))
+    assert sum("mine" in row for row in trainer.state.log_history) == trainer.state.global_step * 2
+    assert not [each for each in recwarn if "is not a mean by the weights" in str(each.message)]
+
+
 class OwnClassifierLossByWeight(OwnClassifierLoss):
     def loss_weight(self, inputs):
         return dp.count_labels(inputs, weight=CLASS_WEIGHTS)

@@ -10,7 +10,7 @@ import abc
 import contextlib
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Optional, Union
 
@@ -93,6 +93,7 @@ class DataParallelTrainerBase(abc.ABC):
         self.resumed_from: Optional[Path] = None
         self.trainer_loss = TrainerLoss(self)
         self.current_tokens = 0
+        self._logs = True
         # Samples per update; None if it follows from the other settings and the number of ranks.
         self.global_batch_size: Optional[int] = None
         super().__init__(*self._with_upgraded_arguments(positional, keywords), **keywords)
@@ -183,6 +184,20 @@ class DataParallelTrainerBase(abc.ABC):
         model returns a mean over something else; :func:`~mindnlp_dp.count_labels` counts labels.
         """
         return self.trainer_loss.weight(inputs)
+
+    @contextlib.contextmanager
+    def logging_off(self) -> Iterator[None]:
+        """Let :meth:`log` do nothing in this block, in which the user's loss is computed to compare it."""
+        self._logs = False
+        try:
+            yield
+        finally:
+            self._logs = True
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log, as the library's Trainer does."""
+        if self._logs:
+            super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_weight(self, inputs: Any) -> float:
         """Return the weight of a batch's loss in the mean loss of an evaluation."""

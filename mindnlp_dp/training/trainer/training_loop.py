@@ -325,7 +325,8 @@ class TrainingLoop:
             return None
 
         def loss_of(inputs: Any) -> Any:
-            return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
+            with trainer.logging_off():
+                return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
 
         whose = f"the loss of {type(trainer).__name__}"
         return LossCheck(
