@@ -152,8 +152,17 @@ def _made(function: str, *arguments: Any) -> ctypes.c_void_p:
     return found
 
 
-@functools.cache
+_making_engine = threading.Lock()
+
+
 def _engine() -> ctypes.c_void_p:
+    # Two threads may need it first at the same time, and a primitive does not run on another engine's stream.
+    with _making_engine:
+        return _only_engine()
+
+
+@functools.cache
+def _only_engine() -> ctypes.c_void_p:
     return _made("dnnl_engine_create", 1, ctypes.c_size_t(0))
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import mindspore
 import numpy as np
@@ -1073,6 +1077,22 @@ def test_attention_of_packed_queries_keys_and_values(num_cores, pieces, heads, l
             rtol=1e-4,
             atol=1e-3,
         )
+
+
+def test_threads_that_compute_first_share_an_engine(monkeypatch):
+    """A primitive does not run on the stream of another engine."""
+    both_are_here = threading.Barrier(2)
+
+    @functools.cache
+    def make():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_are_here.wait(0.2)
+        return object()
+
+    monkeypatch.setattr(onednn, "_only_engine", make)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [each.result() for each in [pool.submit(onednn._engine) for _ in range(2)]]
+    assert first is second
 
 
 def test_memory_that_is_freed_while_other_memory_is_taken_is_counted(monkeypatch):
