@@ -142,7 +142,7 @@ def test_metrics_that_fail_fail_on_every_rank(group, tmp_path):
         ({"ok": 1.0, 3: 0.5}, "compute_metrics returned 3 with a value of type float, .*names are texts"),
     ],
 )
-def test_metrics_that_the_log_cannot_hold_are_named_on_every_rank(group, tmp_path, returned, told):
+def test_metrics_that_do_not_fit_the_log_raise_on_every_rank(group, tmp_path, returned, told):
     with pytest.raises(TypeError, match=told):
         evaluated(tiny_roberta(), Rows(4), tmp_path, compute_metrics=lambda prediction: returned).evaluate()
 

@@ -44,7 +44,7 @@ class Heavy(dp.DataParallelTrainer):
         return 1000.0 * len(inputs["labels"])
 
 
-def test_the_launcher_is_told_of_rows_and_not_of_weights(group, tmp_path, monkeypatch):
+def test_the_heartbeat_counts_rows_and_not_loss_weights(group, tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(heartbeat, "finish_update", lambda update, losses, samples: told.append(samples))
     settings = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "num_train_epochs": 1}

@@ -77,7 +77,7 @@ class Module(nn.Module):
 
 
 @pytest.mark.parametrize(("build", "safe"), [(tiny_roberta, True), (Module, True), (Module, False)])
-def test_arguments_of_ones_own_are_saved_beside_the_model(group, shared_tmp_path, build, safe):
+def test_training_arguments_are_saved_beside_a_plain_module(group, shared_tmp_path, build, safe):
     import mindtorch
 
     args = MyArguments(

@@ -83,7 +83,7 @@ def test_an_empty_row_keeps_the_type():
 
 @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8])
 def test_small_integers_and_bool_are_widened(dtype):
-    """-100 is no uint8, and a token id may be larger than the ids of a sample."""
+    """A uint8 does not hold -100, and a token id may be larger than the ids of a sample."""
     rows = [{"input_ids": np.ones(size, dtype), "labels": np.ones(size, dtype)} for size in (1, 3)]
     batch = dp.PaddingCollator(pad_token_id=300)(rows)
     assert batch["input_ids"].tolist() == [[1, 300, 300], [1, 1, 1]]
@@ -97,7 +97,7 @@ def test_samples_with_different_columns_are_an_error():
             dp.PaddingCollator()(each)
 
 
-def test_what_cannot_be_padded_is_an_error():
+def test_columns_that_are_not_padded_raise_an_error():
     with pytest.raises(ValueError, match="no padding token; set tokenizer.pad_token"):
         dp.PaddingCollator(SimpleNamespace(pad_token_id=None, padding_side="right"))
     with pytest.raises(ValueError, match='side is "right" or "left", got \'top\''):
