@@ -1,7 +1,8 @@
 """This module sends tensors between pipeline stages while both ranks continue to compute.
 
-Sends are asynchronous. A message is an array and a number; a tag for each micro-batch and direction keeps messages
-apart in whatever order they arrive.
+Sends are asynchronous. A message is an array and a number. Where the transport knows tags, a tag for each micro-batch
+and direction keeps messages apart in whatever order they arrive; elsewhere both ranks issue them in one order
+(pipeline_parallel/p2p.py).
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ class PipelineP2P:
 
     Attributes:
         bytes_sent: bytes of the arrays sent so far, without headers.
+        is_in_order: whether the transport ignores tags, and matches messages in the order in which they are issued.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._transport = group._transport
+        self.is_in_order = self._transport.matches_in_order
         self._label = group.label
         self._under_way: list[tuple[Any, Any]] = []
         self._left: list[tuple[Any, Any]] = []

@@ -129,6 +129,11 @@ class ProcessGroup:
         return self.rank == 0
 
     @property
+    def has_messages(self) -> bool:
+        """Whether :meth:`send` and :meth:`recv` can be called; not over MCCL before MindSpore 2.10."""
+        return self._transport.has_messages
+
+    @property
     def on_device(self) -> bool:
         """Whether arrays are exchanged on a device, so that reading a result makes the host wait for it."""
         return self._transport.waits_for_a_device

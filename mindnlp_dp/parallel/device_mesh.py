@@ -38,8 +38,8 @@ AXES = ("dp", "pp", "ep", "tp")
 # The axes whose size may differ between stages, given as a tuple.
 _BY_STAGE = ("dp", "tp")
 
-# The operations that an axis needs and that MCCL does not have for a subgroup of ranks.
-_NEEDS = {"pp": "messages between two ranks", "ep": "all-to-all"}
+# The axes that MCCL may not support, and why.
+_MCCL_LACKS = {"pp": "has messages between two ranks from MindSpore 2.10 on", "ep": "has no all-to-all"}
 
 _mesh_of: weakref.WeakKeyDictionary[ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 
@@ -243,10 +243,10 @@ def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, Size]:
         shown = " x ".join(f"{axis}={size_text(size)}" for axis, size in sizes.items()) or "no axis"
         made = "sizes multiply to the number of ranks" + (", by stage, and stages add up" if by_stage else "")
         raise ValueError(f"{shown} does not make {group.world_size} ranks, which this job has; {made}")
-    for axis, need in _NEEDS.items():
-        if group.backend == "mccl" and sizes.get(axis, 1) > 1:
+    for axis, reason in _MCCL_LACKS.items():
+        if group.backend == "mccl" and sizes.get(axis, 1) != 1 and not (axis == "pp" and group.has_messages):
             raise ValueError(
-                f"{axis}={sizes[axis]} cannot be under MindSpore's CPU library (mccl), which has no {need}; MPI has: "
+                f"{axis}={sizes[axis]} is not supported under MindSpore's CPU library (mccl), which {reason}; use MPI: "
                 f"mindnlp-dp run --nproc {group.world_size} --backend mpi script.py"
             )
     return sizes

@@ -62,10 +62,10 @@ class Resharding:
         self, shape: Sequence[int], source: MeshLayout, destination: MeshLayout, group: ProcessGroup,
         algorithm: str = "search",
     ) -> None:  # fmt: skip
-        if group.backend == "mccl":
+        if not group.has_messages:
             raise ValueError(
-                "MindSpore's CPU library (mccl) has no messages between two ranks, by which a tensor is resharded; MPI "
-                "has: mindnlp-dp run --backend mpi script.py"
+                "a tensor is resharded by messages between two ranks, which MindSpore's CPU library (mccl) has from "
+                "MindSpore 2.10 on; MPI has them: mindnlp-dp run --backend mpi script.py"
             )
         source.check("source", group.world_size)
         destination.check("destination", group.world_size)

@@ -35,6 +35,21 @@ def actions(schedule: str, stage: int, num_stages: int, num_micro_batches: int) 
     return order
 
 
+def link_order(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """Return the messages between ``stage`` and the next one, in the order in which the next one passes them.
+
+    They are activations ("forward") and gradients ("backward"). A library that matches messages in the order in which
+    they are issued, and runs them one after another, needs the same order on both stages, or both wait for ever: in
+    1F1B a stage makes the second micro-batch's activations before it receives the first one's gradients, and the next
+    stage receives them after it has sent these gradients. Every stage can follow the next one's order, because it is
+    never behind: it has at least as many micro-batches in flight.
+
+    >>> " ".join(f"{kind[0]}{number}" for kind, number in link_order("1f1b", 0, 2, 3))
+    'f0 b0 f1 b1 f2 b2'
+    """
+    return actions(schedule, stage + 1, num_stages, num_micro_batches)
+
+
 def most_in_flight(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> int:
     """Return how many micro-batches a stage has between their forward and their backward pass, at most.
 

@@ -25,11 +25,16 @@ class Transport(abc.ABC):
 
     Attributes:
         waits_for_a_device: whether copying a result to the host waits for a device.
+        matches_in_order: whether messages between two ranks ignore tags and are matched in the order of their issue; a
+            message may then also keep its rank's later messages and collectives waiting until it is received.
+        has_messages: whether :meth:`send` and :meth:`recv` can be called.
         channel: channel on which gradients are exchanged.
         labels: name of each rank in messages; if empty, messages show its number.
     """
 
     waits_for_a_device = False
+    matches_in_order = False
+    has_messages = True
     labels: Sequence[str] = ()
     name: str
     rank: int

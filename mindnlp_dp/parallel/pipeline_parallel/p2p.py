@@ -3,19 +3,29 @@
 If two stages split a micro-batch in the same way, each rank sends to the rank with the same rank_in_stage of the other
 stage. Otherwise the planner schedules which rows are sent (:mod:`mindnlp_dp.schedules.resharding_schedule`); every rank
 computes the same schedule.
+
+MindSpore issues all messages of a group on one stream of a device, in program order, and ignores tags; HCCL and NCCL
+complete a message only when it is received. There, a stage holds its activations until the next stage is about to
+receive them (:func:`~mindnlp_dp.schedules.pipeline.link_order`)::
+
+    stage 0   F0 ─a0─▶ F1 (holds a1)   ◀─g0─  ─a1─▶ B0  F2 (holds a2)   ◀─g1─  ─a2─▶ B1  ...
+    stage 1      a0─▶ F0 B0            ─g0─▶   a1─▶ F1 B1               ─g1─▶   a2─▶ F2  ...
 """
 
 from __future__ import annotations
 
 import functools
+from collections import deque
+from collections.abc import Iterable
 from typing import Any, Optional
 
 import numpy as np
 from mindspore import Tensor
 
-from mindnlp_dp.communication.p2p import PipelineP2P
+from mindnlp_dp.communication.p2p import ACTIVATIONS, PipelineP2P
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
+from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD, Action
 from mindnlp_dp.schedules.resharding import box_of, unit_tasks
 from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
 
@@ -29,7 +39,7 @@ class StageP2P:
     """Exchanges activations and gradients between this rank's stage and its neighbors.
 
     Attributes:
-        wire: the point-to-point channel that carries the messages.
+        p2p: the messages between two ranks.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -37,6 +47,14 @@ class StageP2P:
         self._mesh = mesh
         self._rank, self._stage = mesh.model_parallel_group.rank, mesh.index("pp")
         self._moves = functools.lru_cache(maxsize=64)(self._moves_between)
+        # Where messages are matched in order: what the next stage will receive and send, and the sends held until then.
+        self._link: deque[Action] = deque()
+        self._held: dict[int, tuple[Any, Optional[int], float]] = {}
+
+    def begin(self, link: Iterable[Action] = ()) -> None:
+        """Begin a window, on all ranks; ``link`` are its messages with the next stage in that stage's order."""
+        self.p2p.begin()
+        self._link, self._held = deque(link if self.p2p.is_in_order else ()), {}
 
     def rows(self, num_rows: int) -> Rows:
         """Return this rank's range of a micro-batch's rows; it may be empty if there are fewer rows than ranks."""
@@ -52,9 +70,28 @@ class StageP2P:
     ) -> None:
         """Start sending this rank's rows of a micro-batch to a stage; without ``num_rows`` every rank has all rows.
 
+        Where messages are matched in order, activations may be held until it is their turn. ``x`` is None on a rank
+        that has no rows.
+
         Raises:
             ValueError: stages differ, and ``x`` does not have the number of rows of this rank's shard.
         """
+        if direction == ACTIVATIONS and self._link:
+            self._held[number] = (x, num_rows, note)
+            self._send_held(stage)
+        else:
+            self._send(x, stage, number, direction, num_rows, note)
+
+    def _send_held(self, stage: int) -> None:
+        """Send the activations that ``stage`` receives before it sends its next gradients, as far as they are made."""
+        while self._link and self._link[0][0] == FORWARD and self._link[0][1] in self._held:
+            _, number = self._link.popleft()
+            x, num_rows, note = self._held.pop(number)
+            self._send(x, stage, number, ACTIVATIONS, num_rows, note)
+
+    def _send(self, x: Any, stage: int, number: int, direction: int, num_rows: Optional[int], note: float) -> None:
+        if x is None:
+            return
         begin, end = (0, x.shape[0]) if num_rows is None else self.rows(num_rows)
         if x.shape[0] != end - begin and self._mesh.stages_differ:
             raise ValueError(
@@ -70,12 +107,21 @@ class StageP2P:
 
     def receive(self, stage: int, number: int, direction: int, *, num_rows: Optional[int] = None) -> tuple[Any, float]:
         """Return this rank's rows from a stage (None if it has no rows), and the number sent with them."""
-        parts, note = [], 0.0
-        for sender, receiver, _ in sorted(self._moves(stage, self._stage, num_rows), key=lambda move: move[2] or ()):
+        is_gradient = bool(self._link) and direction != ACTIVATIONS
+        if is_gradient and (due := self._link.popleft()) != (BACKWARD, number):
+            raise RuntimeError(
+                f"rank {self._mesh.world.label()}: the gradients of micro-batch {number} are received before {due}"
+            )
+        parts: list[tuple[Rows, Any]] = []
+        note = 0.0
+        # In the order in which they are sent.
+        for sender, receiver, rows in self._moves(stage, self._stage, num_rows):
             if receiver == self._rank:
                 part, note = self.p2p.receive(sender, number, direction)
-                parts.append(part)
-        return _joined(parts), note
+                parts.append((rows or (0, 0), part))
+        if is_gradient:
+            self._send_held(stage)
+        return _joined([part for _, part in sorted(parts, key=lambda item: item[0])]), note
 
     def send_abort(self, stage: int, number: int, direction: int, num_rows: int) -> None:
         """Send an abort instead of the data; it raises an error on the ranks that wait for the data."""

@@ -31,7 +31,7 @@ from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedGradients, Ti
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.autograd import as_leaf_parameters
 from mindnlp_dp.runtime.random_state import num_calls, seeded
-from mindnlp_dp.schedules.pipeline import FORWARD, Action, actions, check_schedule
+from mindnlp_dp.schedules.pipeline import FORWARD, Action, actions, check_schedule, link_order
 
 Span = Callable[..., Any]
 
@@ -95,7 +95,7 @@ class Pipeline:
         if self._is_training:
             return self._stage_forward(*args, **kwargs)
         messages, stage = self.messages, self.stage
-        messages.p2p.begin()
+        messages.begin()
         if not self._is_first:
             self._stage_input.put(messages.receive(stage - 1, 0, ACTIVATIONS)[0])
         outputs = None
@@ -122,7 +122,8 @@ class Pipeline:
         """
         from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
-        self.messages.p2p.begin()
+        is_last = self._is_last
+        self.messages.begin(() if is_last else link_order(self.schedule, self.stage, self.num_stages, len(batches)))
         as_leaf_parameters(parameters)
         ties, order = TiedGradients(self.ties, parameters), self._actions(len(batches))
         loss_replication = self._sharers.world_size
@@ -164,7 +165,10 @@ class Pipeline:
                 yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.weight))
             self.messages.p2p.wait()
         except BaseException as error:
-            self._abort(order, batches, waits=not isinstance(error, (KeyboardInterrupt, SystemExit)))
+            # Where messages are matched in order, an abort would be taken for another message: the launcher ends the
+            # other ranks, which wait for this one.
+            if not self.messages.p2p.is_in_order:
+                self._abort(order, batches, waits=not isinstance(error, (KeyboardInterrupt, SystemExit)))
             self.messages.p2p.abandon()
             pynative_executor.set_grad_flag(False)
             pynative_executor.clear_res()
@@ -207,9 +211,9 @@ class Pipeline:
         received, note = came
         # The stages number their dropout calls one after another, as the whole model does.
         share.first_call = int(note)
-        if not self._computes(share):
-            return received, None
-        received, output = self._compute(received, share)
+        output = None
+        if self._computes(share):
+            received, output = self._compute(received, share)
         if not self._is_last:
             self.messages.send(
                 output, self.stage + 1, share.number, ACTIVATIONS, num_rows=share.micro.num_rows, note=num_calls()
@@ -271,24 +275,31 @@ class Pipeline:
         gradients: list[Optional[Any]] = [None] * len(parameters)
         down = None
         if output is not None:
-            loss_replication = self._sharers.world_size
-            if self._is_last:
-                root = np.full(output.shape, loss_replication * share.part, np.float32)
-                incoming = from_host(root, dtype_name(output))
-            elif loss_replication > 1:
-                incoming = incoming * loss_replication
-            wanted = tuple(parameters) if received is None else (*parameters, received)
-            gradients = list(
-                _c_expression.run_backward((output,), (incoming,), False, False, wanted, True, accumulate_grad=False)
-            )
-            if received is not None:
-                down = gradients.pop()
-                down = down / loss_replication if down is not None and loss_replication > 1 else down
+            gradients, down = self._differentiate(share, received, output, incoming, parameters)
         if received is not None:
             down = _zeros_like(received) if down is None else down
             self.messages.send(down, self.stage - 1, share.number, GRADIENTS, num_rows=share.micro.num_rows, note=loss)
         # As in one process, an unused parameter has a gradient of zeros, so that the optimizer applies weight decay.
         return [_zeros_like(p) if gradient is None else gradient for p, gradient in zip(parameters, gradients)]
+
+    def _differentiate(
+        self, share: MicroBatchShard, received: Any, output: Any, incoming: Any, parameters: Sequence[Any]
+    ) -> tuple[list[Optional[Any]], Optional[Any]]:
+        """Return the gradients of the parameters, and of what the stage received (None if it received nothing)."""
+        loss_replication = self._sharers.world_size
+        if self._is_last:
+            root = np.full(output.shape, loss_replication * share.part, np.float32)
+            incoming = from_host(root, dtype_name(output))
+        elif loss_replication > 1:
+            incoming = incoming * loss_replication
+        wanted = tuple(parameters) if received is None else (*parameters, received)
+        gradients = list(
+            _c_expression.run_backward((output,), (incoming,), False, False, wanted, True, accumulate_grad=False)
+        )
+        if received is None:
+            return gradients, None
+        down = gradients.pop()
+        return gradients, down / loss_replication if down is not None and loss_replication > 1 else down
 
 
 def _zeros_like(x: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.mindspore.collective_calls import MintCalls
+from mindnlp_dp.communication.transports.mindspore.collective_calls import MCCLCalls
 from mindnlp_dp.runtime.arrays import to_host
 
 
@@ -69,9 +69,9 @@ def _on_one_core() -> Iterator[None]:
 
 # Groups of some of a job's ranks, and the collectives that MCCL lacks in them.
 #
-# On CPU, MCCL can only sum float32 in such a group. The all-gather and broadcast of bytes, which training also needs,
-# are done by sums, exactly, at twice the bytes. Messages between two ranks and all-to-all are not available
-# (MindSpore 2.7 to 2.10).
+# On CPU, MCCL can only sum float32 in such a group, and send messages (from MindSpore 2.10 on). The all-gather and
+# broadcast of bytes, which training also needs, are done by sums, exactly, at twice the bytes. All-to-all is not
+# available (MindSpore 2.7 to 2.10).
 
 
 def create_group(ranks: Sequence[int]) -> str:
@@ -83,8 +83,8 @@ def create_group(ranks: Sequence[int]) -> str:
     return name
 
 
-class AllReduceOnlyCalls(MintCalls):
-    """Builds all-gather and broadcast from the float32 sum, which is all that MCCL can do among some ranks."""
+class AllReduceOnlyCalls(MCCLCalls):
+    """Builds all-gather and broadcast from the float32 sum, MCCL's only collective among some ranks."""
 
     def __init__(self, group: str, ranks: Sequence[int], rank: int) -> None:
         super().__init__(group, ranks)

@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -123,15 +124,39 @@ class MintCalls(DeviceCalls):
         return out
 
     def send(self, x: Any, dst: int) -> None:
-        self._distributed.send(x, dst=self._in_job(dst), group=self._group)
+        # A device reads the memory as it lies there, and refuses views that are not contiguous.
+        self._distributed.send(x.contiguous(), dst=self._in_job(dst), group=self._group)
 
     def begin_send(self, x: Any, dst: int, tag: int) -> Any:
-        return self._distributed.isend(x, dst=self._in_job(dst), group=self._group, tag=tag)
+        return self._distributed.isend(x.contiguous(), dst=self._in_job(dst), group=self._group, tag=tag)
 
     def recv(self, like: Any, src: int, tag: int = 0) -> Any:
         out = self._mint.empty_like(like, **self._here)
         self._distributed.recv(out, src=self._in_job(src), group=self._group, tag=tag)
         return out
+
+
+class MCCLCalls(MintCalls):
+    """Calls ``mindspore.mint.distributed`` on CPU, whose messages are sent from a buffer of the library."""
+
+    def __init__(self, group: Optional[str] = None, ranks: Sequence[int] = ()) -> None:
+        super().__init__(group, ranks)
+        _use_the_group_of_all_ranks(self._distributed)
+
+    def begin_send(self, x: Any, dst: int, tag: int) -> Any:
+        self.send(x, dst)
+        return _Done()
+
+
+# Versions: MindSpore 2.10. Cause: a default argument of mint.distributed is the group of all ranks as it is called when
+# the module is imported: "hccl_world_group", which is not there on a CPU, so that send() fails.
+# Remove when: mint.distributed.send() works on CPU without it.
+def _use_the_group_of_all_ranks(distributed: Any) -> None:
+    from mindspore.communication import GlobalComm
+
+    rank_of = getattr(sys.modules[distributed.send.__module__], "get_cache_group_rank", None)
+    if rank_of is not None:
+        rank_of.__defaults__ = (GlobalComm.WORLD_COMM_GROUP,)
 
 
 class PrimitiveCalls(DeviceCalls):

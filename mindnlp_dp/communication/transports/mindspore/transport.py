@@ -21,6 +21,7 @@ from mindnlp_dp.communication.transports.mindspore.cluster import (
 )
 from mindnlp_dp.communication.transports.mindspore.collective_calls import (
     DeviceCalls,
+    MCCLCalls,
     MintCalls,
     PrimitiveCalls,
     TimeoutReportingCalls,
@@ -29,6 +30,7 @@ from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.communication.transports.single import SingleProcessTransport, reduce_arrays
 from mindnlp_dp.communication.transports.transport import Transport
 from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name, to_host
+from mindnlp_dp.runtime.versions import mindspore_is_before
 
 _LIBRARY = {"Ascend": "hccl", "GPU": "nccl", "CPU": "mccl"}
 
@@ -92,6 +94,9 @@ class MindSporeChannel(Channel):
 class MindSporeTransport(Transport):
     """Moves tensors over HCCL, NCCL or MCCL."""
 
+    # mint.distributed's tag is documented as reserved, and not passed on to HCCL.
+    matches_in_order = True
+
     def __init__(self, ranks: Optional[Sequence[int]] = None) -> None:
         """Create a transport of all ranks, or of these ``ranks`` of the job, in this order; each of them calls it."""
         import mindspore
@@ -108,7 +113,7 @@ class MindSporeTransport(Transport):
         restore_sigint_handler()
         self._in_job = range(communication.get_group_size()) if ranks is None else ranks
         self.rank, self.world_size = self._in_job.index(communication.get_rank()), len(self._in_job)
-        kind = PrimitiveCalls if self.name == "nccl" else MintCalls
+        kind = {"hccl": MintCalls, "nccl": PrimitiveCalls, "mccl": MCCLCalls}[self.name]
         calls: Any = kind() if self._group is None else kind(self._group, self._in_job)
         if self.name == "mccl":
             calls = calls if self._group is None else AllReduceOnlyCalls(self._group, self._in_job, self.rank)
@@ -199,32 +204,45 @@ class MindSporeTransport(Transport):
         return self._broadcast_uint8(mine, src).tobytes() if length else b""
 
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
-        self._refuse("all_to_all")
+        if self.name == "mccl":
+            raise NotImplementedError(
+                f"all_to_all on rank {self.label(self.rank)}: MindSpore's CPU library (mccl) has no all-to-all; the mpi "
+                "backend has it: mindnlp-dp run --backend mpi"
+            )
         return self.calls.all_to_all(x, send_counts, recv_counts)
 
+    @property
+    def has_messages(self) -> bool:
+        return self.name != "mccl" or not mindspore_is_before("2.10")
+
+    # Messages of bool go as bytes: not every release of MindSpore receives bool.
+
     def send(self, x: Any, dst: int) -> None:
-        self._refuse("send")
-        self.calls.send(x, dst)
+        self._check_messages("send")
+        self.calls.send(self._without_bool(x), dst)
 
     def begin_send(self, x: Any, dst: int, tag: int) -> Any:
-        self._refuse("send")
-        return self.calls.begin_send(x, dst, tag)
+        self._check_messages("send")
+        return self.calls.begin_send(self._without_bool(x), dst, tag)
 
     def recv(self, like: Any, src: int, tag: int = 0) -> Any:
-        self._refuse("recv")
-        return self.calls.recv(like, src, tag)
+        self._check_messages("recv")
+        received = self.calls.recv(self._without_bool(like), src, tag)
+        return received if received.dtype == like.dtype else received.astype(like.dtype)
+
+    def _without_bool(self, x: Any) -> Any:
+        return x.astype(self._ms.uint8) if x.dtype == self._ms.bool_ else x
 
     def split(self, ranks: Sequence[int]) -> Transport:
         # On a device, the tensors of a one-rank group stay there, too.
         alone = len(ranks) == 1 and not self.waits_for_a_device
         return SingleProcessTransport() if alone else MindSporeTransport([self._in_job[rank] for rank in ranks])
 
-    def _refuse(self, call: str) -> None:
-        if self.name == "mccl":
-            what = "all-to-all" if call == "all_to_all" else "point-to-point calls"
+    def _check_messages(self, call: str) -> None:
+        if not self.has_messages:
             raise NotImplementedError(
-                f"{call} on rank {self.label(self.rank)}: MindSpore's CPU library (mccl) has no {what}; "
-                "the mpi backend has them: mindnlp-dp run --backend mpi"
+                f"{call} on rank {self.label(self.rank)}: MindSpore's CPU library (mccl) has messages between two ranks "
+                "from MindSpore 2.10 on; the mpi backend has them: mindnlp-dp run --backend mpi"
             )
 
     def barrier(self) -> None:
