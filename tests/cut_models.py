@@ -21,7 +21,38 @@ IS_MPI = dp.get_process_group().backend == "mpi"
 MIXED = "pp=2,dp=2|1,tp=1|2"
 BACK = "pp=2,tp=2|1,dp=1|2"
 UNEVEN = "pp=2,dp=3|1"
-needs_mpi = pytest.mark.skipif(not IS_MPI, reason="MindSpore's CPU library has no messages between two ranks")
+HAS_MESSAGES = dp.get_process_group().has_messages
+needs_mpi = pytest.mark.skipif(
+    not IS_MPI, reason="MindSpore's CPU library has no all-to-all, and takes no message back"
+)
+needs_messages = pytest.mark.skipif(not HAS_MESSAGES, reason="MindSpore's CPU library has messages from 2.10 on")
+
+
+@pytest.fixture(params=[False, pytest.param(True, id="acknowledged")])
+def acknowledged_sends(request, monkeypatch):
+    """Run a test as it is, and with MCCL's sends as HCCL's are: complete when they are received."""
+    if not request.param:
+        return
+    if IS_MPI:
+        pytest.skip("MPI's sends are complete when they are buffered, or received")
+    import mindspore
+
+    from mindnlp_dp.communication.transports.mindspore.collective_calls import MCCLCalls
+
+    begin_send, recv = MCCLCalls.begin_send, MCCLCalls.recv
+
+    def send_and_wait(self, x, dst, tag):
+        handle = begin_send(self, x, dst, tag)
+        recv(self, mindspore.ops.zeros((1,), mindspore.int8), dst)
+        return handle
+
+    def receive_and_acknowledge(self, like, src, tag=0):
+        received = recv(self, like, src, tag)
+        begin_send(self, mindspore.ops.zeros((1,), mindspore.int8), src, tag)
+        return received
+
+    monkeypatch.setattr(MCCLCalls, "begin_send", send_and_wait)
+    monkeypatch.setattr(MCCLCalls, "recv", receive_and_acknowledge)
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 from cut_models import (
     BACK,
+    HAS_MESSAGES,
     IS_MPI,
     MIXED,
     UNEVEN,
     Sentences,
+    acknowledged_sends,
     assert_close,
     assert_taken_up,
     crashed,
+    needs_messages,
     needs_mpi,
     of_one_process,
     one_mesh_at_a_time,
@@ -35,8 +38,8 @@ from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import Rows, alone
 from models import train as train_by_trainer
 
-# This autouse fixture applies to every test here.
-__all__ = ["one_mesh_at_a_time"]
+# Fixtures: the second applies to every test here.
+__all__ = ["acknowledged_sends", "one_mesh_at_a_time"]
 MESHES = {
     2: ["tp=2", "pp=2", "ep=2"],
     4: ["tp=4", "pp=4", "dp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,ep=2", "ep=4", "ep=2,tp=2",
@@ -62,7 +65,8 @@ def cases():
     Some meshes of a decoder and of a model with experts are marked as core. Of each other kind, on more than two ranks,
     all meshes but one are slow; it is another mesh for each kind.
     """
-    meshes = [mesh for mesh in MESHES.get(WORLD_SIZE, []) if IS_MPI or set(parse_mesh(mesh)) <= {"dp", "tp"}]
+    axes = {"dp", "tp"} | ({"pp"} if HAS_MESSAGES else set()) | ({"ep"} if IS_MPI else set())
+    meshes = [mesh for mesh in MESHES.get(WORLD_SIZE, []) if set(parse_mesh(mesh)) <= axes]
     kinds = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral", "qwen2_moe")
     if WORLD_SIZE == 8:
         kinds = ("masked", "gpt2")
@@ -118,15 +122,20 @@ def test_an_update_that_is_divided_too(group, axis, zero_stage):
 # Pipelines.
 
 
-@needs_mpi
+@needs_messages
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.core), "eager-1f1b"])
 @pytest.mark.parametrize(
     "mesh",
     {
         2: ["pp=2"],
-        4: [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("pp=4", UNEVEN)), MIXED],
+        4: [
+            *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("pp=4", UNEVEN)),
+            MIXED,
+            *([] if IS_MPI else ["pp=2,tp=2"]),
+        ],
     }.get(WORLD_SIZE, []),
 )
+@pytest.mark.usefixtures("acknowledged_sends")
 def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, mesh, schedule):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build("gpt2"), mesh, schedule=schedule)
@@ -140,7 +149,7 @@ def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, m
     assert model.parallel.pipeline.most_in_flight == expected[schedule]
 
 
-@needs_mpi
+@needs_messages
 def test_stages_draw_apart_and_the_same_again(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
@@ -162,7 +171,7 @@ def test_stages_draw_apart_and_the_same_again(group):
     np.testing.assert_array_equal(masks(), mine)
 
 
-@needs_mpi
+@needs_messages
 def test_fewer_micro_batches_than_stages(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
@@ -173,7 +182,7 @@ def test_fewer_micro_batches_than_stages(group):
     assert model.parallel.pipeline.most_in_flight == 1
 
 
-@needs_mpi
+@needs_messages
 def test_micro_batches_of_different_sizes_and_none_at_all(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
@@ -188,7 +197,7 @@ def test_micro_batches_of_different_sizes_and_none_at_all(group):
 
 
 @pytest.mark.core
-@needs_mpi
+@needs_messages
 def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
@@ -283,7 +292,7 @@ def test_parameters_that_nothing_used_decay_as_in_one_process(group):
         np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-6, err_msg=name)
 
 
-@needs_mpi
+@needs_messages
 def test_a_list_of_layers_of_ones_own(group):
     if group.world_size != 2:
         pytest.skip("needs two stages")
@@ -354,7 +363,7 @@ def test_what_a_pipeline_cannot_give_is_refused(group):
         dp.parallelize(frozen, mesh)
 
 
-@needs_mpi
+@needs_messages
 def test_what_crosses_a_boundary_is_one_hidden_state_a_micro_batch_and_its_gradient(group):
     if group.world_size != 2:
         pytest.skip("needs two stages")
