@@ -224,6 +224,50 @@ def test_messages_of_mpi_and_mindspore_are_theirs():
         assert message.encode() in texts[library], message
 
 
+# --- ascend.md ---
+
+
+def test_statements_about_ascend_have_a_source():
+    """Check that each row about HCCL, CANN or their errors names a page, a wheel or a source file."""
+    page = read(DOCS / "ascend.md")
+    for title in ("Variables", "The likeliest errors"):
+        rows = re.search(rf"^## {title}\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)[1].splitlines()
+        rows = [row for row in rows if re.match(r"\| .*[`\[]", row)]
+        assert len(rows) > 9
+        ours = ("| `DEVICE_TARGET`", "| `MINDNLP_DP_")
+        assert [row for row in rows if not re.search(r"https://|wheel 2\.10", row) and not row.startswith(ours)] == []
+
+
+def test_versions_of_cann_are_those_that_mindspore_accepts():
+    """Compare the row of the installed MindSpore with the list in its wheel."""
+    mindspore = Path(importlib.util.find_spec("mindspore").origin).parent
+    version = re.search(r"'(\d+\.\d+\.\d+)", read(mindspore / "version.py"))[1]
+    row = re.search(rf"^\| {re.escape(version)} \| ([^|;]+)", read(DOCS / "ascend.md"), re.MULTILINE)
+    assert row, f"docs/ascend.md has no row for MindSpore {version}"
+    checker = re.search(
+        r"^class AscendEnvChecker.*", read(mindspore / "run_check/_check_version.py"), re.DOTALL | re.M
+    )[0]
+    accepted = re.findall(r'"([\d.]+)"', re.search(r"self\.version = \[([^]]+)\]", checker)[1])
+    told = {".".join(number.split(".")[:2]) for number in re.findall(r"\d+\.\d+(?:\.\w+)?", row[1])}
+    assert told
+    assert told <= set(accepted)
+
+
+@pytest.mark.parametrize(
+    ("message", "file"),
+    [
+        ("Unsupported device target ", "lib/libmindspore_core.so"),
+        ("Memory not enough", "lib/libmindspore_memory_pool.so"),
+        ("Malloc device memory failed", "lib/plugin/ascend/libmindspore_ascend_res_manager.so"),
+        ("wheel was not installed correctly", "communication/management.py"),
+    ],
+)
+def test_messages_of_mindspore_on_ascend_are_its_own(message, file):
+    mindspore = Path(importlib.util.find_spec("mindspore").origin).parent
+    assert message in read(DOCS / "ascend.md")
+    assert message.encode() in (mindspore / file).read_bytes()
+
+
 # --- what CI runs ---
 
 
