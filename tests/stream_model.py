@@ -1,11 +1,12 @@
 """Model the streams of a job's devices, on which HCCL runs the messages between ranks, for the unit tests.
 
-Every rank is a thread, and they take turns, because MindSpore is not called by several at once. It has one queue per group, in which its messages lie in the order of their issue
-(MindSpore 2.7: comm_common.cc, one communication stream for each group). A send at the head of its queue completes only
-together with a receive at the head of the peer's (CANN's manual of HcclSend and HcclRecv), whatever their tags are
-(dist_comm_isend.cc and dist_comm_irecv.cc do not pass them on). Results hold NaN until the host reads one, which waits
-for all streams of the rank (ascend_device_address.cc, SyncStream). The first message over a link makes the thread that
-issues a rank's messages wait until the peer issues its first message over this link (HCCL_CONNECT_TIMEOUT).
+Every rank is a thread; they take turns, because MindSpore is not called by several threads at once. A rank has one
+queue per group, in which its messages lie in the order of their issue (MindSpore 2.7: comm_common.cc, one communication
+stream for each group). A send at the head of its queue completes only together with a receive at the head of the peer's
+(CANN's manual of HcclSend and HcclRecv), whatever their tags are (dist_comm_isend.cc and dist_comm_irecv.cc do not pass
+them on). Results hold NaN until the host reads one, which waits for all streams of the rank (ascend_device_address.cc,
+SyncStream). The first message over a link makes the thread that issues a rank's messages wait until the peer issues its
+first message over this link (HCCL_CONNECT_TIMEOUT).
 
 A job in which all ranks wait, or have ended, raises :class:`DeadlockError` in the waiting ranks.
 """

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from stream_model import DeadlockError, LazyArray, Streams, StreamTransport
 
 from mindnlp_dp.data_parallel.accumulation import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
@@ -15,7 +16,6 @@ from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from mindnlp_dp.schedules.pipeline import SCHEDULES
-from stream_model import DeadlockError, LazyArray, Streams, StreamTransport
 
 COLUMNS = 3
 UNEVEN = ["pp=2,dp=2|1,tp=1|2", "pp=2,tp=2|1,dp=1|2", "pp=2,dp=3|1,tp=1", "pp=2,dp=1|3", "pp=3,dp=2|4|1,tp=1|1|2"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
 import numpy as np
@@ -49,7 +49,7 @@ class StageP2P:
         self._moves = functools.lru_cache(maxsize=64)(self._moves_between)
         # Where messages are matched in order: what the next stage will receive and send, and the sends held until then.
         self._link: deque[Action] = deque()
-        self._held: dict[int, tuple[Any, Optional[int], float]] = {}
+        self._held: dict[int, Callable[[], None]] = {}
 
     def begin(self, link: Iterable[Action] = ()) -> None:
         """Begin a window, on all ranks; ``link`` are its messages with the next stage in that stage's order."""
@@ -76,20 +76,20 @@ class StageP2P:
         Raises:
             ValueError: stages differ, and ``x`` does not have the number of rows of this rank's shard.
         """
+        send = functools.partial(self._send, x, stage, number, direction, num_rows=num_rows, note=note)
         if direction == ACTIVATIONS and self._link:
-            self._held[number] = (x, num_rows, note)
-            self._send_held(stage)
+            self._held[number] = send
+            self._send_held()
         else:
-            self._send(x, stage, number, direction, num_rows, note)
+            send()
 
-    def _send_held(self, stage: int) -> None:
-        """Send the activations that ``stage`` receives before it sends its next gradients, as far as they are made."""
+    def _send_held(self) -> None:
+        """Send the activations that the next stage receives before it sends its next gradients, in its order."""
         while self._link and self._link[0][0] == FORWARD and self._link[0][1] in self._held:
             _, number = self._link.popleft()
-            x, num_rows, note = self._held.pop(number)
-            self._send(x, stage, number, ACTIVATIONS, num_rows, note)
+            self._held.pop(number)()
 
-    def _send(self, x: Any, stage: int, number: int, direction: int, num_rows: Optional[int], note: float) -> None:
+    def _send(self, x: Any, stage: int, number: int, direction: int, *, num_rows: Optional[int], note: float) -> None:
         if x is None:
             return
         begin, end = (0, x.shape[0]) if num_rows is None else self.rows(num_rows)
@@ -120,7 +120,7 @@ class StageP2P:
                 part, note = self.p2p.receive(sender, number, direction)
                 parts.append((rows or (0, 0), part))
         if is_gradient:
-            self._send_held(stage)
+            self._send_held()
         return _joined([part for _, part in sorted(parts, key=lambda item: item[0])]), note
 
     def send_abort(self, stage: int, number: int, direction: int, num_rows: int) -> None:

@@ -7,7 +7,7 @@ order. Types for which MindSpore's NCCL has no kernel take the same path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -109,11 +109,13 @@ class MindSporeTransport(Transport):
         self._communication = communication
         self.name = _LIBRARY[mindspore.get_context("device_target")]
         self.waits_for_a_device = self.name != "mccl"
+        self.has_messages = self.name != "mccl" or not mindspore_is_before("2.10")
         self._group = None if ranks is None else create_group(ranks)
         restore_sigint_handler()
         self._in_job = range(communication.get_group_size()) if ranks is None else ranks
         self.rank, self.world_size = self._in_job.index(communication.get_rank()), len(self._in_job)
-        kind = {"hccl": MintCalls, "nccl": PrimitiveCalls, "mccl": MCCLCalls}[self.name]
+        kinds: dict[str, Callable[..., DeviceCalls]] = {"hccl": MintCalls, "nccl": PrimitiveCalls, "mccl": MCCLCalls}
+        kind = kinds[self.name]
         calls: Any = kind() if self._group is None else kind(self._group, self._in_job)
         if self.name == "mccl":
             calls = calls if self._group is None else AllReduceOnlyCalls(self._group, self._in_job, self.rank)
@@ -206,14 +208,10 @@ class MindSporeTransport(Transport):
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
         if self.name == "mccl":
             raise NotImplementedError(
-                f"all_to_all on rank {self.label(self.rank)}: MindSpore's CPU library (mccl) has no all-to-all; the mpi "
-                "backend has it: mindnlp-dp run --backend mpi"
+                f"all_to_all on rank {self.label(self.rank)}: MindSpore's CPU library (mccl) has no all-to-all; the "
+                "mpi backend has it: mindnlp-dp run --backend mpi"
             )
         return self.calls.all_to_all(x, send_counts, recv_counts)
-
-    @property
-    def has_messages(self) -> bool:
-        return self.name != "mccl" or not mindspore_is_before("2.10")
 
     # Messages of bool go as bytes: not every release of MindSpore receives bool.
 
@@ -241,8 +239,8 @@ class MindSporeTransport(Transport):
     def _check_messages(self, call: str) -> None:
         if not self.has_messages:
             raise NotImplementedError(
-                f"{call} on rank {self.label(self.rank)}: MindSpore's CPU library (mccl) has messages between two ranks "
-                "from MindSpore 2.10 on; the mpi backend has them: mindnlp-dp run --backend mpi"
+                f"{call} on rank {self.label(self.rank)}: MindSpore's CPU library (mccl) has messages between two "
+                "ranks from MindSpore 2.10 on; the mpi backend has them: mindnlp-dp run --backend mpi"
             )
 
     def barrier(self) -> None:
