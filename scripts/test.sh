@@ -156,6 +156,10 @@ smoke=(@collectives.py @gradient_sync.py @equivalence.py)
 updates=@zero.py::test_fifty_updates_are_those_of_one_rank_to_the_bit
 adamw=("$updates[0-adamw]" "$updates[1-adamw]" "$updates[2-adamw]" "$updates[auto-adamw]")
 cut=@model_parallel.py::test_a_model_that_is_cut_trains_what_one_process_trains
+schedules=@model_parallel.py::test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight
+# Pipelines over MindSpore's own library, which has no tags.
+pipelines=("$schedules" "$cut[gpt2-pp=2]" @model_parallel.py::test_fewer_micro_batches_than_stages
+  @model_parallel.py::test_micro_batches_of_different_sizes_and_none_at_all)
 resumed=@resuming.py::test_another_number_of_ranks_keeps_the_global_batch_and_the_order
 
 if [ $tests = core ]; then
@@ -227,8 +231,9 @@ else
     @token_losses.py::test_models_that_are_cut @dropout.py::test_models_that_are_sharded
     @batch_across_ranks.py::test_router_losses_of_sharded_models)
   if [ $tests = all ]; then
-    parallel "its transport" msrun 2 "${over_transport[@]}"
-    parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]"
+    parallel "its transport" msrun 2 "${over_transport[@]}" "${pipelines[@]}"
+    parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]" \
+      "$cut[gpt2-pp=2,tp=2]" "$schedules"
     parallel smoke mindspore 2 "${smoke[@]}"
     at_four+=(@after_a_failure.py @bad_losses.py @buffers.py @functional.py @kernels.py @models.py @overlap.py
       @recompute.py @replicas.py @trainer.py "$resumed")
@@ -236,7 +241,9 @@ else
     parallel "meshes" mpi 8 @model_parallel.py
   else
     parallel "its transport, core" msrun 2 "${smoke[@]}" @types.py @trainer.py @functional.py @device_update.py \
-      "${adamw[@]}" -m "$core"
+      "${adamw[@]}" "${pipelines[@]}" -m "$core"
+    parallel "pipelines" msrun 4 "$schedules[acknowledged-pp=2,tp=2-1f1b]" \
+      "$schedules[acknowledged-pp=2,dp=2|1,tp=1|2-eager-1f1b]"
     parallel "meshes, core" mpi 4 "${meshes[@]}" -m "$core"
     # Meshes with three axes, and stages with meshes of their own.
     parallel "meshes" mpi 8 "$cut[gpt2-dp=2,pp=2,tp=2]" "$cut[gpt2-pp=3,dp=2|4|1,tp=1|1|2]" \

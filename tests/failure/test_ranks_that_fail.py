@@ -17,6 +17,7 @@ from conftest import (
     start_job,
     wait_for_files,
 )
+from mindnlp_dp.runtime.versions import mindspore_is_before
 
 HEAD = """
 import os, signal, sys, time
@@ -306,3 +307,49 @@ def test_an_mpirun_that_fails_before_any_rank_begins_is_started_once_more(tmp_pa
     assert exit_code == (0 if failures == 1 else 213)
     assert ("the listener failed to start" in said) == (failures == 2)
     assert len(count.read_text().splitlines()) == 2
+
+
+STAGES = """
+import mindspore, numpy as np
+from mindnlp.core import nn, optim
+from mindnlp_dp.parallel.parallel_plan import PipelinePlan, ShardingPlan
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return (x * x).mean(), x
+
+model = dp.parallelize(
+    Net(), dp.init_device_mesh({"pp": 2}), ShardingPlan(pipeline=PipelinePlan(layers="layers", tuples=False))
+)
+calls = 0
+
+def forward(x):
+    global calls
+    calls += 1
+    if group.rank == FAILING_RANK and calls == 7:
+        raise ValueError("a label is missing")
+    return model(x)[0]
+
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+step = dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=4, model=model)
+for update in range(3):
+    step([{"x": mindspore.Tensor(np.ones((2, 4), np.float32))}] * 4)
+    print(f"update {update} is done", flush=True)
+"""
+
+
+@pytest.mark.skipif(mindspore_is_before("2.10"), reason="MCCL has messages between two ranks from 2.10 on")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_fails_ends_the_job_where_messages_have_no_tags(launch, rank):
+    job = launch(HEAD + INIT + STAGES.replace("FAILING_RANK", str(rank)), backend="mindspore")
+    assert job.exit_code == 1
+    assert "update 0 is done" in job.output
+    assert "update 1 is done" not in job.output
+    assert f"rank {rank} of 2 failed with exit code 1" in job.output
+    assert "ValueError: a label is missing" in job.output
