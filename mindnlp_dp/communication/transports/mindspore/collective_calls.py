@@ -53,7 +53,7 @@ class DeviceCalls(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, x: Any, world_size: int) -> list[Any]:
-        """Return every rank's ``x``, which has at least one dimension."""
+        """Return every rank's ``x``, which has at least one dimension under :class:`PrimitiveCalls`."""
 
     @abc.abstractmethod
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
@@ -118,9 +118,14 @@ class MintCalls(DeviceCalls):
         return out
 
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
-        out = self._mint.empty((sum(recv_counts), *x.shape[1:]), dtype=x.dtype, **self._here)
-        self._distributed.all_to_all_single(out, x, list(recv_counts), list(send_counts), group=self._group)
-        return out
+        # An empty tensor has no address on a device. If there are no rows, one row is passed that is not sent.
+        mine = x.contiguous() if x.shape[0] else self._rows(1, x)
+        out = self._rows(max(sum(recv_counts), 1), x)
+        self._distributed.all_to_all_single(out, mine, list(recv_counts), list(send_counts), group=self._group)
+        return out if sum(recv_counts) else self._rows(0, x)
+
+    def _rows(self, number: int, like: Any) -> Any:
+        return self._mint.empty((number, *like.shape[1:]), dtype=like.dtype, **self._here)
 
     def send(self, x: Any, dst: int) -> None:
         self._distributed.send(x, dst=self._in_job(dst), group=self._group)

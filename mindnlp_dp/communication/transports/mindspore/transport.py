@@ -2,12 +2,13 @@
 
 It exchanges MindSpore tensors. MCCL supports the fewest types. Types that it refuses or silently sums wrong
 (float64; large int64 in MindSpore 2.7) take an exact path: the bytes are gathered, and every rank reduces them in rank
-order. Types for which MindSpore's NCCL has no kernel take the same path.
+order. Types for which MindSpore's NCCL has no kernel, and those that HCCL does not sum on this chip, take the same
+path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -38,6 +39,10 @@ _REDUCES = {
     "nccl": {"float32", "float16", "int8", "int32", "int64"},
     "mccl": {"float32"},
 }
+
+# Those of them that HCCL does not sum on a chip, by MindSpore's name of the chip: the 910A and the 310P have no
+# bfloat16 at all (CANN 8.0 to 8.5, HcclAllReduce).
+_NOT_ON_CHIP = {"ascend910": {"bfloat16"}, "ascend310p": {"bfloat16", "int64"}}
 
 
 class MindSporeChannel(Channel):
@@ -72,12 +77,23 @@ class MindSporeChannel(Channel):
         """Return whether the library itself sums this type correctly."""
         return self._transport.reduces_natively(dtype)
 
-    def check_compression(self, compression: Optional[str]) -> None:
-        """Raise ValueError if the library cannot sum gradients in the type of ``compression``."""
-        if self._transport.name == "nccl" and compression == "bf16":
+    def check_types(self, dtypes: Iterable[str], compression: Optional[str]) -> None:
+        """Raise ValueError if the library cannot sum in the type of ``compression``, or the chip lacks a parameter's.
+
+        ``dtypes`` are the types of the parameters.
+        """
+        transport = self._transport
+        if not transport.waits_for_a_device or transport.reduces_natively("bfloat16"):
+            return
+        if compression == "bf16":
+            kind = f"this chip ({transport.chip})" if transport.chip else "GPUs"
             raise ValueError(
-                f'compression="bf16" on rank {self._transport.rank}: MindSpore has no sum of bfloat16 for GPUs; '
-                'use "fp16"'
+                f'compression="bf16" on rank {transport.rank}: MindSpore has no sum of bfloat16 for {kind}; use "fp16"'
+            )
+        if transport.chip and "bfloat16" in dtypes:
+            raise ValueError(
+                f"parameters of bfloat16 on rank {transport.rank}: this chip ({transport.chip}) has no bfloat16; "
+                "load the model in float32 or float16"
             )
 
     def inverse_total(self, number: float, waiter: Optional[PollingWait] = None) -> Any:
@@ -90,7 +106,11 @@ class MindSporeChannel(Channel):
 
 
 class MindSporeTransport(Transport):
-    """Moves tensors over HCCL, NCCL or MCCL."""
+    """Moves tensors over HCCL, NCCL or MCCL.
+
+    Attributes:
+        chip: MindSpore's name of the NPU, such as "ascend910b"; empty for other devices.
+    """
 
     def __init__(self, ranks: Optional[Sequence[int]] = None) -> None:
         """Create a transport of all ranks, or of these ``ranks`` of the job, in this order; each of them calls it."""
@@ -104,6 +124,8 @@ class MindSporeTransport(Transport):
         self._communication = communication
         self.name = _LIBRARY[mindspore.get_context("device_target")]
         self.waits_for_a_device = self.name != "mccl"
+        self.chip = _chip() if self.name == "hccl" else ""
+        self._reduces = _REDUCES[self.name] - _NOT_ON_CHIP.get(self.chip, set())
         self._group = None if ranks is None else create_group(ranks)
         restore_sigint_handler()
         self._in_job = range(communication.get_group_size()) if ranks is None else ranks
@@ -129,7 +151,8 @@ class MindSporeTransport(Transport):
     def to_native(self, x: Any) -> Any:
         if isinstance(x, np.ndarray):
             return self._ms.Tensor(np.ascontiguousarray(to_host(x)).reshape(x.shape))
-        return x.astype(self._ms.float32) if dtype_name(x) == "bfloat16" and self.name != "hccl" else x
+        is_unknown = dtype_name(x) == "bfloat16" and not self.reduces_natively("bfloat16")
+        return x.astype(self._ms.float32) if is_unknown else x
 
     def from_native(self, y: Any, like: Any) -> Any:
         if isinstance(like, np.ndarray):
@@ -141,7 +164,7 @@ class MindSporeTransport(Transport):
 
     def reduces_natively(self, dtype: str) -> bool:
         """Return whether the library itself sums this type correctly."""
-        return dtype in _REDUCES[self.name]
+        return dtype in self._reduces
 
     def all_reduce(self, x: Any, op: str) -> Any:
         dtype = dtype_name(x)
@@ -167,9 +190,16 @@ class MindSporeTransport(Transport):
 
     def all_gather(self, x: Any) -> list[Any]:
         if self.name == "hccl":
-            return self.calls.all_gather(x, self.world_size)
+            parts = self.calls.all_gather(self._without_bool(x), self.world_size)
+            return [self.from_native(part, x) for part in parts]
         array = x.asnumpy()
         return [self._from_bytes(part, array) for part in self._gather(_as_bytes(array))]
+
+    # Versions: MindSpore 2.7.0 (2.8 and 2.9 are unknown; 2.10 accepts it). Cause: on Ascend, it refuses bool in
+    # all-gather and all-to-all, though not in broadcast. Goes when: the oldest supported version accepts it
+    # (op_comm_func_impl.cc, CheckInferType).
+    def _without_bool(self, x: Any) -> Any:
+        return x.astype(self._ms.uint8) if dtype_name(x) == "bool" else x
 
     # MCCL and NCCL move every type as bytes. All ranks' arrays have the same length here.
 
@@ -200,7 +230,7 @@ class MindSporeTransport(Transport):
 
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
         self._refuse("all_to_all")
-        return self.calls.all_to_all(x, send_counts, recv_counts)
+        return self.from_native(self.calls.all_to_all(self._without_bool(x), send_counts, recv_counts), x)
 
     def send(self, x: Any, dst: int) -> None:
         self._refuse("send")
@@ -236,6 +266,12 @@ class MindSporeTransport(Transport):
             self._communication.release()
         else:
             self._communication.destroy_group(self._group)
+
+
+def _chip() -> str:
+    from mindspore._c_expression import MSContext
+
+    return str(MSContext.get_instance().get_ascend_soc_version())
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
