@@ -18,6 +18,7 @@ from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.device_updater import DeviceUpdater
 from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.runtime.devices import set_device_from_env
 from mindnlp_dp.training.loss_check import NUM_UPDATES
 from mindnlp_dp.training.make_train_step import make_train_step
@@ -203,6 +204,53 @@ def test_messages(device, group):
     x = mindspore.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
     group.send(x, dst=1)
     np.testing.assert_array_equal(group.recv(x * 0, src=1).asnumpy(), x.asnumpy())
+
+
+# Groups of one rank, and meshes.
+
+
+def test_a_mesh_of_data_parallelism_creates_no_communicator(device, group):
+    mesh = DeviceMesh({"dp": 2}, group)
+    assert device.groups == {}
+    assert mesh.dp_group is group
+    assert (mesh.group("tp").world_size, mesh.group("tp").on_device) == (1, True)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_group_of_one_rank_returns_copies_on_the_device(device, group, dtype):
+    alone = group.split([0])
+    x = of_type([[2, 0], [1, 3]], dtype)
+    device.calls.clear()
+    with counted_host_reads() as reads:
+        results = [
+            alone.all_reduce(x), alone.all_reduce(x, op="max"), alone.broadcast(x), alone.all_gather(x)[0],
+            alone.exchange_rows(x, [2], [2]),
+        ]  # fmt: skip
+    assert (device.calls, device.groups, reads) == ([], {}, [])
+    assert alone.all_gather_object({"a": 1}) == [{"a": 1}]
+    before = of_type([[2, 0], [1, 3]], dtype)
+    for y in results:
+        assert_same(y, before)
+        y.assign_value(of_type([[0, 0], [0, 0]], dtype))
+    assert_same(x, before)
+    alone._transport.close()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_a_group_of_one_rank_updates_without_a_communicator(device, group, parameters, zero_stage):
+    alone = group.split([0])
+    sync = GradientSynchronizer(parameters, alone, overlap=True)
+    updater = make_updater(optim.SGD(parameters, lr=1.0), sync, zero_stage)
+    device.calls.clear()
+    for value in (1.0, 2.0):
+        with sync.backward(4.0):
+            gradients = backward(parameters, value)
+        sync.accumulate(gradients, 4.0)
+        updater.update(updater.average(sync))
+        updater.finish()
+    for parameter in parameters:
+        np.testing.assert_array_equal(parameter.asnumpy(), np.full(parameter.shape, -3.0, np.float32))
+    assert (device.calls, device.groups) == ([], {})
 
 
 # Gradient accumulation windows.

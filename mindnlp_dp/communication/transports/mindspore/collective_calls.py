@@ -139,6 +139,40 @@ class MintCalls(DeviceCalls):
         return out
 
 
+class OneRankCalls(DeviceCalls):
+    """Copies tensors, in a group of one rank on a device, which so needs no communicator."""
+
+    def all_reduce(self, x: Any, op: str) -> Any:
+        return copy_of(x)
+
+    def all_reduce_async(self, x: Any) -> tuple[Any, Optional[Any]]:
+        return x, None
+
+    def reduce_scatter_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+        return x, None
+
+    def all_gather_flat(self, x: Any, world_size: int) -> Any:
+        return copy_of(x)
+
+    def broadcast(self, x: Any, src: int) -> Any:
+        return copy_of(x)
+
+    def all_gather(self, x: Any, world_size: int) -> list[Any]:
+        return [copy_of(x)]
+
+    def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
+        return copy_of(x)
+
+    def send(self, x: Any, dst: int) -> None:
+        raise AssertionError("the group refuses to send to this rank itself")
+
+    def begin_send(self, x: Any, dst: int, tag: int) -> Any:
+        raise AssertionError("the group refuses to send to this rank itself")
+
+    def recv(self, like: Any, src: int, tag: int = 0) -> Any:
+        raise AssertionError("the group refuses to receive from this rank itself")
+
+
 class PrimitiveCalls(DeviceCalls):
     """Calls the primitives of ``mindspore.ops``, on GPU: they return new tensors, and the stream orders them."""
 

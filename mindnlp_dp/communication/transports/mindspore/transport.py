@@ -23,6 +23,7 @@ from mindnlp_dp.communication.transports.mindspore.cluster import (
 from mindnlp_dp.communication.transports.mindspore.collective_calls import (
     DeviceCalls,
     MintCalls,
+    OneRankCalls,
     PrimitiveCalls,
     TimeoutReportingCalls,
 )
@@ -126,19 +127,27 @@ class MindSporeTransport(Transport):
         self.waits_for_a_device = self.name != "mccl"
         self.chip = _chip() if self.name == "hccl" else ""
         self._reduces = _REDUCES[self.name] - _NOT_ON_CHIP.get(self.chip, set())
-        self._group = None if ranks is None else create_group(ranks)
+        self._is_world = ranks is None
+        # A group of one rank needs no communicator, whose creation takes seconds, and whose buffers 400 MB on Ascend.
+        self._is_alone = ranks is not None and len(ranks) == 1
+        self._group = None if ranks is None or self._is_alone else create_group(ranks)
         restore_sigint_handler()
         self._in_job = range(communication.get_group_size()) if ranks is None else ranks
         self.rank, self.world_size = self._in_job.index(communication.get_rank()), len(self._in_job)
+        self.calls = self._make_calls()
+        self.local_rank = communication.get_local_rank()
+        self.local_world_size = communication.get_local_rank_size()
+        self.channel = self._new_channel()
+
+    def _make_calls(self) -> DeviceCalls:
+        if self._is_alone:
+            return OneRankCalls()
         kind = PrimitiveCalls if self.name == "nccl" else MintCalls
         calls: Any = kind() if self._group is None else kind(self._group, self._in_job)
         if self.name == "mccl":
             calls = calls if self._group is None else AllReduceOnlyCalls(self._group, self._in_job, self.rank)
             calls = TimeoutReportingCalls(calls, self.rank)
-        self.calls: DeviceCalls = calls
-        self.local_rank = communication.get_local_rank()
-        self.local_world_size = communication.get_local_rank_size()
-        self.channel = self._new_channel()
+        return calls
 
     def _new_channel(self) -> MindSporeChannel:
         return MindSporeChannel(self)
@@ -164,7 +173,7 @@ class MindSporeTransport(Transport):
 
     def reduces_natively(self, dtype: str) -> bool:
         """Return whether the library itself sums this type correctly."""
-        return dtype in self._reduces
+        return self._is_alone or dtype in self._reduces
 
     def all_reduce(self, x: Any, op: str) -> Any:
         dtype = dtype_name(x)
@@ -177,19 +186,24 @@ class MindSporeTransport(Transport):
         parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
         return self._ms.Tensor(np.asarray(reduce_arrays(parts, op), array.dtype).reshape(array.shape))
 
+    @property
+    def _moves_tensors(self) -> bool:
+        """Whether tensors of every type are moved as they are; the others are moved as bytes."""
+        return self.name == "hccl" or self._is_alone
+
     def all_reduce_header(self, numbers: np.ndarray, last: Any) -> np.ndarray:
         if not isinstance(last, self._ms.Tensor):
             return super().all_reduce_header(numbers, last)
         return to_host(self.all_reduce(self._ms.ops.cat([self._ms.Tensor(numbers), last]), "sum"))
 
     def broadcast(self, x: Any, src: int) -> Any:
-        if self.name == "hccl":
+        if self._moves_tensors:
             return self.calls.broadcast(x, src)
         array = x.asnumpy()
         return self._from_bytes(self._broadcast_uint8(_as_bytes(array), src), array)
 
     def all_gather(self, x: Any) -> list[Any]:
-        if self.name == "hccl":
+        if self._moves_tensors:
             parts = self.calls.all_gather(self._without_bool(x), self.world_size)
             return [self.from_native(part, x) for part in parts]
         array = x.asnumpy()
@@ -245,7 +259,7 @@ class MindSporeTransport(Transport):
         return self.calls.recv(like, src, tag)
 
     def split(self, ranks: Sequence[int]) -> Transport:
-        # On a device, the tensors of a one-rank group stay there, too.
+        # On a device, the tensors of a one-rank group stay there.
         alone = len(ranks) == 1 and not self.waits_for_a_device
         return SingleProcessTransport() if alone else MindSporeTransport([self._in_job[rank] for rank in ranks])
 
@@ -262,9 +276,9 @@ class MindSporeTransport(Transport):
         self.all_reduce(self._ms.Tensor(np.zeros(1, np.int32)), "sum").asnumpy()
 
     def close(self) -> None:
-        if self._group is None:
+        if self._is_world:
             self._communication.release()
-        else:
+        elif self._group is not None:
             self._communication.destroy_group(self._group)
 
 
