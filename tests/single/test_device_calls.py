@@ -18,7 +18,7 @@ from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.device_updater import DeviceUpdater
 from mindnlp_dp.optim.factory import make_updater
-from mindnlp_dp.parallel.device_mesh import DeviceMesh
+from mindnlp_dp.parallel.device_mesh import DeviceMesh, init_device_mesh
 from mindnlp_dp.runtime.devices import set_device_from_env
 from mindnlp_dp.training.loss_check import NUM_UPDATES
 from mindnlp_dp.training.make_train_step import make_train_step
@@ -166,12 +166,14 @@ def test_collectives_of_views_that_are_not_contiguous(group):
 @every_device
 @pytest.mark.parametrize("counts", [(1, 2), (0, 3), (3, 0), (0, 0)])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_rows_of_every_type_are_exchanged(device, group, dtype, counts):
+def test_rows_of_every_type_are_exchanged_where_the_library_can(device, group, dtype, counts):
     if dtype == "bfloat16" and device.chip in ("ascend910", "ascend310p"):
         pytest.skip("the chip has no such tensors")
     x = of_type(np.arange(12).reshape(6, 2), dtype)[::2][: sum(counts)]
     if group.backend == "nccl":
-        pytest.skip("not documented for GPUs")
+        with pytest.raises(NotImplementedError, match=r"MindSpore's library for GPUs \(nccl\) has no all-to-all"):
+            group.exchange_rows(x, counts, (counts[0], counts[0]))
+        return
     rows = group.exchange_rows(x, counts, (counts[0], counts[0]))
     assert (rows.dtype, rows.shape) == (x.dtype, (2 * counts[0], 2))
     if counts[0]:
@@ -251,6 +253,19 @@ def test_a_group_of_one_rank_updates_without_a_communicator(device, group, param
     for parameter in parameters:
         np.testing.assert_array_equal(parameter.asnumpy(), np.full(parameter.shape, -3.0, np.float32))
     assert (device.calls, device.groups) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("GPU", {"ep": 2}, r"ep=2 cannot be under MindSpore's library for GPUs \(nccl\), which has no all-to-all"),
+        ("310P", {"pp": 2}, r"pp=2 cannot be under HCCL on this chip \(ascend310p\), which has no messages"),
+    ],
+)
+def test_meshes_that_need_what_the_library_lacks_are_refused(monkeypatch, name, sizes, message):
+    StandInDevice(monkeypatch, **DEVICES[name])
+    with pytest.raises(ValueError, match=message + ".*; use dp or tp on this device; on CPU, MPI has: mindnlp-dp run"):
+        init_device_mesh(sizes, ProcessGroup(MindSporeTransport()))
 
 
 # Gradient accumulation windows.

@@ -14,6 +14,7 @@ from typing import Any, Optional, TypeVar
 
 import numpy as np
 
+from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 
@@ -100,6 +101,10 @@ class Transport(abc.ABC):
     def _new_channel(self) -> Channel: ...
 
     # Features of some libraries only.
+
+    def library_without(self, operation: Operation) -> str:
+        """Return the name of this transport's library if it does not have an operation; empty if it has."""
+        return ""
 
     def is_rank_failure(self, error: BaseException) -> bool:
         """Return whether an error means that a rank was lost and the others can continue without it."""

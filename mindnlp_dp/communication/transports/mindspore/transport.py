@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.communication.transports.mindspore.cluster import (
     AllReduceOnlyCalls,
@@ -44,6 +45,14 @@ _REDUCES = {
 # Those of them that HCCL does not sum on a chip, by MindSpore's name of the chip: the 910A and the 310P have no
 # bfloat16 at all (CANN 8.0 to 8.5, HcclAllReduce).
 _NOT_ON_CHIP = {"ascend910": {"bfloat16"}, "ascend310p": {"bfloat16", "int64"}}
+
+# The operations that a library does not have. NCCL: MindSpore 2.7 to 2.10 documents ops.AlltoAllV for Ascend only.
+# 310P: HcclSend and HcclRecv are not for this chip (CANN 8.0 to 8.5).
+_LACKS = {
+    "mccl": ("MindSpore's CPU library (mccl)", {Operation.MESSAGES, Operation.ALL_TO_ALL}),
+    "nccl": ("MindSpore's library for GPUs (nccl)", {Operation.ALL_TO_ALL}),
+    "ascend310p": ("HCCL on this chip (ascend310p)", {Operation.MESSAGES}),
+}
 
 
 class MindSporeChannel(Channel):
@@ -243,8 +252,16 @@ class MindSporeTransport(Transport):
         return self._broadcast_uint8(mine, src).tobytes() if length else b""
 
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
-        self._refuse("all_to_all")
+        if library := self.library_without(Operation.ALL_TO_ALL):
+            raise NotImplementedError(
+                f"all_to_all on rank {self.label(self.rank)}: {library} has no all-to-all; "
+                "the mpi backend has it, on CPU: mindnlp-dp run --backend mpi"
+            )
         return self.from_native(self.calls.all_to_all(self._without_bool(x), send_counts, recv_counts), x)
+
+    def library_without(self, operation: Operation) -> str:
+        library, lacks = _LACKS.get(self.chip or self.name, ("", set[Operation]()))
+        return library if operation in lacks and not self._is_alone else ""
 
     def send(self, x: Any, dst: int) -> None:
         self._refuse("send")
