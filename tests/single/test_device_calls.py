@@ -140,6 +140,7 @@ def assert_same(y, x, times=1):
     np.testing.assert_array_equal(y.asnumpy(), (x.asnumpy() * times).astype(x.asnumpy().dtype))
 
 
+@pytest.mark.core
 @every_device
 @pytest.mark.parametrize("values", [[[1, 0, 3]], 3])
 @pytest.mark.parametrize("dtype", TYPES)
@@ -211,6 +212,7 @@ def test_messages(device, group):
 # Groups of one rank, and meshes.
 
 
+@pytest.mark.core
 def test_a_mesh_of_data_parallelism_creates_no_communicator(device, group):
     mesh = DeviceMesh({"dp": 2}, group)
     assert device.groups == {}
