@@ -11,6 +11,7 @@ from library import Stop
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
+from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.parallel.device_mesh import get_device_mesh
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import Rows, alone, tiny_roberta
@@ -21,7 +22,7 @@ IS_MPI = dp.get_process_group().backend == "mpi"
 MIXED = "pp=2,dp=2|1,tp=1|2"
 BACK = "pp=2,tp=2|1,dp=1|2"
 UNEVEN = "pp=2,dp=3|1"
-HAS_MESSAGES = dp.get_process_group().has_messages
+HAS_MESSAGES = not dp.get_process_group().library_without(Operation.MESSAGES)
 needs_mpi = pytest.mark.skipif(
     not IS_MPI, reason="MindSpore's CPU library has no all-to-all, and takes no message back"
 )

@@ -1,7 +1,8 @@
 """Simulate a device of two ranks with CPU tensors, and count the calls that a process makes, for the unit tests.
 
 Every call to MindSpore's communication must match the signature in the installed MindSpore, and is refused if its
-documentation does not name the device. This process is rank 0; the simulated rank 1 has the same tensors.
+documentation does not name the device. Types and layouts that a version of MindSpore or a chip refuses are refused
+here, too. This process is rank 0; the simulated rank 1 has the same tensors.
 """
 
 from __future__ import annotations
@@ -13,9 +14,42 @@ import re
 import threading
 
 import mindspore
-from mindspore import communication, ops
+from mindspore import _c_expression, communication, ops
 from mindspore.communication.comm_func import CommHandle
 from mindspore.mint import distributed
+
+MOVED = {
+    "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "float16", "float32", "float64", "bfloat16",
+}  # fmt: skip
+
+# Which types each chip can reduce: CANN's manual, HcclAllReduce and HcclReduceScatter (8.0 to 8.5). Of the types that
+# MindSpore checks before (op_comm_func_impl.cc, CheckReduceInferType), the Atlas A2 has all.
+REDUCED = {
+    "ascend910b": {"int8", "int16", "int32", "int64", "float16", "float32", "bfloat16"},
+    "ascend910": {"int8", "int32", "int64", "float16", "float32"},
+    "ascend310p": {"int8", "int16", "int32", "float16", "float32"},
+}
+
+# Calls whose types MindSpore checks before it starts them (the InferType of DistCommAllGather,
+# DistCommAllGatherIntoTensor, DistCommIrecv and DistCommAllToAllVSingle). 2.7.0 refuses bool there
+# (op_comm_func_impl.cc, CheckInferType); 2.10.0 accepts it; 2.8 and 2.9, which were not read, are taken to refuse it.
+# DistCommBroadcast and DistCommIsend have no such check, and hcom_util.h moves bool as int8.
+CHECKED = ("all_gather", "all_gather_into_tensor", "recv", "all_to_all_single")
+
+
+def hccl_types(call, version, chip):
+    """Return the types that a call of ``mint.distributed`` accepts in a version of MindSpore on a chip."""
+    if call in ("all_reduce", "reduce_scatter_tensor"):
+        return REDUCED[chip]
+    # CANN's manual, HcclSend and HcclRecv: not for the Atlas inference series, which is the 310P.
+    if call in ("send", "isend", "recv") and chip == "ascend310p":
+        return set()
+    # HcclAllGather, HcclBroadcast, HcclAlltoAllV, HcclSend: bfp16 is for the Atlas A2 and later only.
+    moved = MOVED if chip == "ascend910b" else MOVED - {"bfloat16"}
+    refuses_bool = call in CHECKED and version < (2, 10)
+    return moved if refuses_bool else moved | {"bool"}
+
 
 # The types for which MindSpore's NCCL kernels are registered.
 NCCL_TYPES = ("bool", "int8", "int32", "int64", "uint8", "uint32", "uint64", "float16", "float32")
@@ -62,18 +96,39 @@ class Handle:
         self._end = lambda: None
 
 
+class ContextOfChip:
+    """Replaces MindSpore's MSContext, and says that the device is this chip (ms_context.cc, ascend_soc_version)."""
+
+    def __init__(self, chip):
+        self._real = _c_expression.MSContext
+        self.get_ascend_soc_version = lambda: chip
+
+    def get_instance(self):
+        return self
+
+    def __getattr__(self, name):
+        return getattr(self._real.get_instance(), name)
+
+
 class StandInDevice:
     """Replaces MindSpore's communication by a simulated one; ``target`` is "Ascend" or "GPU".
+
+    ``version`` is that of the MindSpore whose checks of types are simulated. ``chip`` is the name that MindSpore gives
+    to an NPU: "ascend910b", "ascend910" (the 910A) or "ascend310p".
 
     Attributes:
         calls: names of the collectives and messages that were started.
         types: types of their tensors.
+        groups: ranks of the communicators that were created, by name.
+        chip: name of the chip; empty for a GPU.
     """
 
-    def __init__(self, monkeypatch, target):
-        self.calls, self.types = [], []
+    def __init__(self, monkeypatch, target, *, version=(2, 10), chip="ascend910b"):
+        self.calls, self.types, self.groups = [], [], {}
         self._sent = []
-        self._target = target
+        self.chip = chip if target == "Ascend" else ""
+        self._target, self._version = target, version
+        monkeypatch.setattr(_c_expression, "MSContext", ContextOfChip(self.chip))
         monkeypatch.setattr(mindspore, "get_context", bound(mindspore.get_context, lambda attr_key: target))
         for name, number in (("rank", 0), ("group_size", 2), ("local_rank", 0), ("local_rank_size", 2)):
             real = getattr(communication, f"get_{name}")
@@ -81,13 +136,16 @@ class StandInDevice:
         # Without device="CPU", MindSpore would make these tensors on the simulated device (2.7 always does: on Ascend).
         for name in ("empty", "empty_like"):
             monkeypatch.setattr(mindspore.mint, name, functools.partial(getattr(mindspore.mint, name), device="CPU"))
-        for name in ("init", "release"):
+        for name in ("init", "release", "destroy_group"):
             monkeypatch.setattr(communication, name, self._stand_in(getattr(communication, name), lambda **_: None))
+        create_group = self._stand_in(communication.create_group, self._create_group)
+        monkeypatch.setattr(communication, "create_group", create_group)
         for name in (
             "all_reduce", "broadcast", "all_gather", "send", "recv", "reduce_scatter_tensor", "all_gather_into_tensor",
+            "all_to_all_single",
         ):  # fmt: skip
-            play = self._stand_in(getattr(distributed, name), self._noted(name, getattr(self, f"_{name}")))
-            monkeypatch.setattr(distributed, name, play)
+            play = self._strict(name, self._noted(name, getattr(self, f"_{name}")))
+            monkeypatch.setattr(distributed, name, self._stand_in(getattr(distributed, name), play))
         primitives = {
             "AllReduce": self._reduced_anew,
             "AllGather": lambda x, group: ops.cat((x, x)),
@@ -95,6 +153,8 @@ class StandInDevice:
             "Broadcast": lambda xs, root_rank, group: tuple(x.copy() for x in xs),
             "Send": lambda x, **_: self._sent.append(x.copy()),
             "Receive": self._received_anew,
+            # MindSpore documents it for Ascend only.
+            "AlltoAllV": None,
         }
         for name, play in primitives.items():
             monkeypatch.setattr(ops, name, self._primitive(getattr(ops, name), play))
@@ -104,6 +164,28 @@ class StandInDevice:
             raise AssertionError(f"{real.__name__} is documented for {platforms(real)}, not for {self._target}")
 
         return bound(real, play if self._target in platforms(real) else refuse)
+
+    def _create_group(self, group, rank_ids, options=None):
+        self.groups[group] = list(rank_ids)
+
+    def _strict(self, name, play):
+        """Refuse the tensors that ``name`` of ``mint.distributed`` refuses on this chip, in this version."""
+
+        def call(**arguments):
+            lists = [given if isinstance(given, list) else [given] for given in arguments.values()]
+            for x in (x for given in lists for x in given if isinstance(x, mindspore.Tensor)):
+                dtype = str(x.dtype).lower().rpartition(".")[2].rstrip("_")
+                if dtype not in hccl_types(name, self._version, self.chip):
+                    version = ".".join(map(str, self._version))
+                    raise TypeError(f"{name} of {dtype}: MindSpore {version} on {self.chip} refuses it")
+                # comm_common.cc, GetDevicePtrFromTensor, from which every call takes the memory of its tensors.
+                if not x.is_contiguous():
+                    raise ValueError(f"{name} does not support not-contiguous tensor")
+                # No source says that an empty tensor has an address on a device.
+                assert x.size > 0, f"{name} of an empty tensor of shape {x.shape}"
+            return play(**arguments)
+
+        return call
 
     def _noted(self, name, play):
         def call(*args, **kwargs):
@@ -156,6 +238,13 @@ class StandInDevice:
     def _all_gather_into_tensor(self, output_tensor, input_tensor, group, async_op):
         assert (output_tensor.shape[0], output_tensor.dtype) == (2 * input_tensor.shape[0], input_tensor.dtype)
         output_tensor.assign_value(ops.cat((input_tensor, input_tensor)))
+
+    def _all_to_all_single(self, output, input, output_split_sizes, input_split_sizes, **_):
+        first = input_split_sizes[0]
+        assert output_split_sizes == [first, first], "the simulated rank 1 sends as many rows as this rank does"
+        assert len(input) >= sum(input_split_sizes)
+        if first:
+            output.assign_value(ops.cat((input[:first], input[:first])))
 
     def _send(self, tensor, dst, group, tag):
         self._sent.append(tensor.copy())

@@ -30,6 +30,7 @@ from mindnlp_dp.communication.consistency_checks import (
     raise_reported,
     report_of,
 )
+from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.transports.transport import Transport
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name, from_host, to_host
@@ -129,14 +130,13 @@ class ProcessGroup:
         return self.rank == 0
 
     @property
-    def has_messages(self) -> bool:
-        """Whether :meth:`send` and :meth:`recv` can be called; not over MCCL before MindSpore 2.10."""
-        return self._transport.has_messages
-
-    @property
     def on_device(self) -> bool:
         """Whether arrays are exchanged on a device, so that reading a result makes the host wait for it."""
         return self._transport.waits_for_a_device
+
+    def library_without(self, operation: Operation) -> str:
+        """Return the name of the library that moves the bytes if it does not have an operation; empty if it has."""
+        return self._transport.library_without(operation)
 
     def __repr__(self) -> str:
         return f"ProcessGroup(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"

@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from mindnlp_dp.communication.default_group import get_process_group, set_data_group
+from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.schedules.mesh_spec import Size, size_text
 
@@ -38,8 +39,8 @@ AXES = ("dp", "pp", "ep", "tp")
 # The axes whose size may differ between stages, given as a tuple.
 _BY_STAGE = ("dp", "tp")
 
-# The axes that MCCL may not support, and why.
-_MCCL_LACKS = {"pp": "has messages between two ranks from MindSpore 2.10 on", "ep": "has no all-to-all"}
+# The operations that an axis needs and that not every library has.
+_NEEDS = {"pp": Operation.MESSAGES, "ep": Operation.ALL_TO_ALL}
 
 _mesh_of: weakref.WeakKeyDictionary[ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 
@@ -243,10 +244,12 @@ def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, Size]:
         shown = " x ".join(f"{axis}={size_text(size)}" for axis, size in sizes.items()) or "no axis"
         made = "sizes multiply to the number of ranks" + (", by stage, and stages add up" if by_stage else "")
         raise ValueError(f"{shown} does not make {group.world_size} ranks, which this job has; {made}")
-    for axis, reason in _MCCL_LACKS.items():
-        if group.backend == "mccl" and sizes.get(axis, 1) != 1 and not (axis == "pp" and group.has_messages):
+    for axis, need in _NEEDS.items():
+        library = group.library_without(need) if sizes.get(axis, 1) > 1 else ""
+        if library:
+            here = "use dp or tp on this device; on CPU, MPI has" if group.on_device else "MPI has"
             raise ValueError(
-                f"{axis}={sizes[axis]} is not supported under MindSpore's CPU library (mccl), which {reason}; use MPI: "
+                f"{axis}={sizes[axis]} cannot be under {library}, which has no {need.value}; {here}: "
                 f"mindnlp-dp run --nproc {group.world_size} --backend mpi script.py"
             )
     return sizes

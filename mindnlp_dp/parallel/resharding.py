@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.schedules.resharding import Box, Device, UnitTask, box_of, parse_spec, unit_tasks
@@ -62,10 +63,10 @@ class Resharding:
         self, shape: Sequence[int], source: MeshLayout, destination: MeshLayout, group: ProcessGroup,
         algorithm: str = "search",
     ) -> None:  # fmt: skip
-        if not group.has_messages:
+        if library := group.library_without(Operation.MESSAGES):
             raise ValueError(
-                "a tensor is resharded by messages between two ranks, which MindSpore's CPU library (mccl) has from "
-                "MindSpore 2.10 on; MPI has them: mindnlp-dp run --backend mpi script.py"
+                f"{library} has no messages between two ranks, by which a tensor is resharded; MPI has, on CPU: "
+                "mindnlp-dp run --backend mpi script.py"
             )
         source.check("source", group.world_size)
         destination.check("destination", group.world_size)

@@ -24,6 +24,9 @@ def test_they_agree_on_what_they_give(calls, group):
     gathered = calls.all_gather(mine, size)
     assert [part.shape for part in gathered] == [(2, 3)] * size
     assert [float(part.asnumpy().max()) for part in gathered] == [rank + 1.0 for rank in range(size)]
+    if isinstance(calls, MintCalls):
+        without_dimensions = calls.all_gather(mindspore.Tensor(np.float32(group.rank)), size)
+        assert [(part.shape, float(part.asnumpy())) for part in without_dimensions] == [((), r) for r in range(size)]
     # The caller's tensor is unchanged.
     np.testing.assert_array_equal(mine.asnumpy(), group.rank + 1)
     total, handle = calls.all_reduce_async(mine * 2)

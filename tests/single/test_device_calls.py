@@ -18,6 +18,7 @@ from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.device_updater import DeviceUpdater
 from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.parallel.device_mesh import DeviceMesh, init_device_mesh
 from mindnlp_dp.runtime.devices import set_device_from_env
 from mindnlp_dp.training.loss_check import NUM_UPDATES
 from mindnlp_dp.training.make_train_step import make_train_step
@@ -31,9 +32,22 @@ GATHERS = {"hccl": "all_gather_into_tensor", "nccl": "AllGather"}
 SHAPES = [(30, 20), (20,), (50, 10), (), (3, 2)]
 
 
-@pytest.fixture(params=["Ascend", "GPU"])
+# What MindSpore's versions and the chips accept: 2.7 to 2.9 and 2.10 differ, and so do the 910A, the 910B and the 310P.
+DEVICES = {
+    "910B": {"target": "Ascend", "version": (2, 7)},
+    "910B, MindSpore 2.10": {"target": "Ascend", "version": (2, 10)},
+    "910A": {"target": "Ascend", "version": (2, 7), "chip": "ascend910"},
+    "310P": {"target": "Ascend", "version": (2, 7), "chip": "ascend310p"},
+    "GPU": {"target": "GPU"},
+}
+
+
+every_device = pytest.mark.parametrize("device", DEVICES, indirect=True)
+
+
+@pytest.fixture(params=["910B", "310P", "GPU"])
 def device(request, monkeypatch):
-    return StandInDevice(monkeypatch, request.param)
+    return StandInDevice(monkeypatch, **DEVICES[request.param])
 
 
 @pytest.fixture
@@ -75,6 +89,34 @@ def test_the_stand_in_refuses_what_the_real_calls_would(monkeypatch):
         mindspore.ops.AllReduce("sum")(x.astype(mindspore.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("version", "chip", "call", "dtype"),
+    [
+        ((2, 7), "ascend910b", "all_gather", "bool"),
+        ((2, 10), "ascend910", "all_gather", "bfloat16"),
+        ((2, 10), "ascend910", "all_reduce", "bfloat16"),
+        ((2, 10), "ascend910b", "all_reduce", "uint8"),
+        ((2, 10), "ascend310p", "all_reduce", "int64"),
+        ((2, 10), "ascend310p", "send", "float32"),
+    ],
+)
+def test_the_stand_in_refuses_types_by_version_and_chip(monkeypatch, version, chip, call, dtype):
+    StandInDevice(monkeypatch, "Ascend", version=version, chip=chip)
+    x = mindspore.Tensor(np.ones(2, np.float32)).astype(getattr(mindspore, dtype))
+    arguments = ([x, x], x) if call == "all_gather" else (x,)
+    with pytest.raises(TypeError, match=f"{call} of {dtype}: MindSpore 2.* on {chip} refuses it"):
+        getattr(mindspore.mint.distributed, call)(*arguments)
+
+
+def test_the_stand_in_refuses_views_that_are_not_contiguous(monkeypatch):
+    StandInDevice(monkeypatch, "Ascend")
+    x = mindspore.Tensor(np.ones((2, 3), np.float32))
+    for call in (mindspore.mint.distributed.all_reduce, mindspore.mint.distributed.send):
+        call(x)
+        with pytest.raises(ValueError, match="does not support not-contiguous tensor"):
+            call(x.T)
+
+
 def test_the_device_is_chosen_by_its_name(monkeypatch):
     chosen = []
     monkeypatch.setenv("DEVICE_TARGET", "Ascend")
@@ -83,34 +125,149 @@ def test_the_device_is_chosen_by_its_name(monkeypatch):
     assert chosen == [{"device_target": "Ascend", "device_id": None}]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "int16", "uint8", "bool"])
-def test_collectives_of_every_type(group, dtype):
-    is_integer = dtype not in ("float64", "float32", "float16", "bfloat16")
-    x = mindspore.Tensor(np.array([[1, 0, 3]], np.int64)).astype(getattr(mindspore, dtype))
-    as_numbers = mindspore.int64 if is_integer else mindspore.float32
-
-    def same(y, times=1):
-        expected = (x.astype(as_numbers).asnumpy() * times).astype(bool if dtype == "bool" else None)
-        return y.dtype == x.dtype and np.array_equal(y.astype(as_numbers).asnumpy(), expected)
-
-    assert same(group.all_reduce(x), 2)
-    assert same(group.all_reduce(x, op="max"))
-    assert same(group.broadcast(x, src=1))
-    assert [same(part) for part in group.all_gather(x)] == [True, True]
+TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool"]
 
 
-def test_large_integers_stay_exact(group):
+def of_type(values, dtype):
+    return mindspore.Tensor(np.array(values, np.int64)).astype(getattr(mindspore, dtype))
+
+
+def assert_same(y, x, times=1):
+    """Check that ``y`` has the type, the shape and ``times`` the values of ``x``."""
+    assert (y.dtype, y.shape) == (x.dtype, x.shape)
+    if str(x.dtype).lower().endswith("float16"):
+        x, y = x.astype(mindspore.float32), y.astype(mindspore.float32)
+    np.testing.assert_array_equal(y.asnumpy(), (x.asnumpy() * times).astype(x.asnumpy().dtype))
+
+
+@pytest.mark.core
+@every_device
+@pytest.mark.parametrize("values", [[[1, 0, 3]], 3])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_collectives_of_every_type(device, group, dtype, values):
+    if dtype == "bfloat16" and device.chip in ("ascend910", "ascend310p"):
+        pytest.skip("the chip has no such tensors")
+    x = of_type(values, dtype)
+    assert_same(group.all_reduce(x), x, 2)
+    assert_same(group.all_reduce(x, op="max"), x)
+    assert_same(group.broadcast(x, src=1), x)
+    for part in group.all_gather(x):
+        assert_same(part, x)
+
+
+def test_collectives_of_views_that_are_not_contiguous(group):
+    x = mindspore.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3)).T
+    assert_same(group.all_reduce(x), x, 2)
+    assert_same(group.broadcast(x, src=1), x)
+    for part in group.all_gather(x):
+        assert_same(part, x)
+
+
+# The simulated rank 1 sends as many rows to this rank as this rank keeps.
+@every_device
+@pytest.mark.parametrize("counts", [(1, 2), (0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_of_every_type_are_exchanged_where_the_library_can(device, group, dtype, counts):
+    if dtype == "bfloat16" and device.chip in ("ascend910", "ascend310p"):
+        pytest.skip("the chip has no such tensors")
+    x = of_type(np.arange(12).reshape(6, 2), dtype)[::2][: sum(counts)]
+    if group.backend == "nccl":
+        with pytest.raises(NotImplementedError, match=r"MindSpore's library for GPUs \(nccl\) has no all-to-all"):
+            group.exchange_rows(x, counts, (counts[0], counts[0]))
+        return
+    rows = group.exchange_rows(x, counts, (counts[0], counts[0]))
+    assert (rows.dtype, rows.shape) == (x.dtype, (2 * counts[0], 2))
+    if counts[0]:
+        assert_same(rows, mindspore.ops.cat((x[: counts[0]], x[: counts[0]])))
+
+
+def test_all_to_all_tells_how_many_rows_came(group):
+    if group.backend == "nccl":
+        pytest.skip("refused")
+    rows, theirs = group.all_to_all(np.arange(6, dtype=np.float32).reshape(3, 2), [2, 1])
+    np.testing.assert_array_equal(rows, [[0, 1], [2, 3], [0, 1], [2, 3]])
+    assert theirs == [2, 2]
+
+
+@every_device
+def test_large_integers_stay_exact(device, group):
     x = mindspore.Tensor(np.array([2**61 + 1, -(2**61) - 1], np.int64))
     np.testing.assert_array_equal(group.all_reduce(x, op="max").asnumpy(), x.asnumpy())
 
 
-def test_objects_and_messages(group):
+def test_objects(group):
     assert group.all_gather_object({"a": [1, None]}) == [{"a": [1, None]}] * 2
     assert group.broadcast_object(("b", 2.5)) == ("b", 2.5)
     group.barrier()
+
+
+def test_messages(device, group):
+    if device.chip == "ascend310p":
+        pytest.skip("HCCL has no messages on this chip")
     x = mindspore.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
     group.send(x, dst=1)
     np.testing.assert_array_equal(group.recv(x * 0, src=1).asnumpy(), x.asnumpy())
+
+
+# Groups of one rank, and meshes.
+
+
+@pytest.mark.core
+def test_a_mesh_of_data_parallelism_creates_no_communicator(device, group):
+    mesh = DeviceMesh({"dp": 2}, group)
+    assert device.groups == {}
+    assert mesh.dp_group is group
+    assert (mesh.group("tp").world_size, mesh.group("tp").on_device) == (1, True)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_group_of_one_rank_returns_copies_on_the_device(device, group, dtype):
+    alone = group.split([0])
+    x = of_type([[2, 0], [1, 3]], dtype)
+    device.calls.clear()
+    with counted_host_reads() as reads:
+        results = [
+            alone.all_reduce(x), alone.all_reduce(x, op="max"), alone.broadcast(x), alone.all_gather(x)[0],
+            alone.exchange_rows(x, [2], [2]),
+        ]  # fmt: skip
+    assert (device.calls, device.groups, reads) == ([], {}, [])
+    assert alone.all_gather_object({"a": 1}) == [{"a": 1}]
+    before = of_type([[2, 0], [1, 3]], dtype)
+    for y in results:
+        assert_same(y, before)
+        y.assign_value(of_type([[0, 0], [0, 0]], dtype))
+    assert_same(x, before)
+    alone._transport.close()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_a_group_of_one_rank_updates_without_a_communicator(device, group, parameters, zero_stage):
+    alone = group.split([0])
+    sync = GradientSynchronizer(parameters, alone, overlap=True)
+    updater = make_updater(optim.SGD(parameters, lr=1.0), sync, zero_stage)
+    device.calls.clear()
+    for value in (1.0, 2.0):
+        with sync.backward(4.0):
+            gradients = backward(parameters, value)
+        sync.accumulate(gradients, 4.0)
+        updater.update(updater.average(sync))
+        updater.finish()
+    for parameter in parameters:
+        np.testing.assert_array_equal(parameter.asnumpy(), np.full(parameter.shape, -3.0, np.float32))
+    assert (device.calls, device.groups) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("GPU", {"ep": 2}, r"ep=2 cannot be under MindSpore's library for GPUs \(nccl\), which has no all-to-all"),
+        ("310P", {"pp": 2}, r"pp=2 cannot be under HCCL on this chip \(ascend310p\), which has no messages"),
+    ],
+)
+def test_meshes_that_need_what_the_library_lacks_are_refused(monkeypatch, name, sizes, message):
+    StandInDevice(monkeypatch, **DEVICES[name])
+    with pytest.raises(ValueError, match=message + ".*; use dp or tp on this device; on CPU, MPI has: mindnlp-dp run"):
+        init_device_mesh(sizes, ProcessGroup(MindSporeTransport()))
 
 
 # Gradient accumulation windows.
@@ -164,17 +321,31 @@ def test_gradients_that_hold_nan_and_were_not_changed_are_no_change(group, param
     assert sync.overlap.state is OverlapState.ON
 
 
+@every_device
 def test_bfloat16_is_compressed_where_the_library_adds_it(device, group, parameters):
-    if group.backend == "nccl":
-        with pytest.raises(ValueError, match='on rank 0: MindSpore has no sum of bfloat16 for GPUs; use "fp16"'):
+    refusals = {"": "GPUs", "ascend910": r"this chip \(ascend910\)", "ascend310p": r"this chip \(ascend310p\)"}
+    if device.chip in refusals:
+        what = refusals[device.chip]
+        with pytest.raises(ValueError, match=f'on rank 0: MindSpore has no sum of bfloat16 for {what}; use "fp16"'):
             GradientSynchronizer(parameters, group, compression="bf16")
     else:
         sync = GradientSynchronizer(parameters, group, overlap=False, compression="bf16")
         np.testing.assert_array_equal(window(sync, parameters, 2.0)[0].asnumpy(), 2)
 
 
+@pytest.mark.parametrize("name", ["910A", "310P"])
+def test_parameters_of_bfloat16_are_refused_where_the_chip_has_none(monkeypatch, name):
+    device = StandInDevice(monkeypatch, **DEVICES[name])
+    group = ProcessGroup(MindSporeTransport())
+    parameters = [nn.Parameter(mindspore.Tensor(np.zeros(3, np.float32)).astype(mindspore.bfloat16))]
+    with pytest.raises(ValueError, match=rf"chip \({device.chip}\) has no bfloat16; load the model in float32"):
+        GradientSynchronizer(parameters, group)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_parameters_of_other_types(group, dtype):
+def test_parameters_of_other_types(device, group, dtype):
+    if dtype == "bfloat16" and device.chip == "ascend310p":
+        pytest.skip("refused")
     (layout,) = pack_buckets(SHAPES, [dtype] * len(SHAPES), 25)
     (bucket,) = make_buckets([layout], group, open_gradient_channel(group))
     for index, gradient in enumerate(tensors(3, dtype)):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import mindnlp_dp as dp
+from mindnlp_dp.communication.operations import Operation
 
 TYPES = ("float32", "float16", "int32", "int64", "bool")
 NUM_TRIES = 5
@@ -38,10 +39,10 @@ def calls(group: dp.ProcessGroup, dtype: str) -> Iterator[tuple[str, Answers]]:
     yield "broadcast", lambda: (group.broadcast(mine, last), everyone[last])
     yield "all_gather", lambda: (np.stack(group.all_gather(mine)), stacked)
     yield "scatter", lambda: (group.scatter(everyone if rank == last else None, last), mine)
-    if group.backend != "mccl":
-        # MindSpore's library for CPUs has neither.
+    if not group.library_without(Operation.ALL_TO_ALL):
         columns = np.stack([each[rank] for each in everyone])
         yield "all_to_all", lambda: (group.all_to_all(mine, [1] * size)[0], columns)
+    if not group.library_without(Operation.MESSAGES):
         yield "send and recv", lambda: (_passed_on(group, mine), everyone[(rank - 1) % size])
 
 

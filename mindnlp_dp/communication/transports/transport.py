@@ -14,6 +14,7 @@ from typing import Any, Optional, TypeVar
 
 import numpy as np
 
+from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 
@@ -27,14 +28,12 @@ class Transport(abc.ABC):
         waits_for_a_device: whether copying a result to the host waits for a device.
         matches_in_order: whether messages between two ranks ignore tags and are matched in the order of their issue; a
             message may then also keep its rank's later messages and collectives waiting until it is received.
-        has_messages: whether :meth:`send` and :meth:`recv` can be called.
         channel: channel on which gradients are exchanged.
         labels: name of each rank in messages; if empty, messages show its number.
     """
 
     waits_for_a_device = False
     matches_in_order = False
-    has_messages = True
     labels: Sequence[str] = ()
     name: str
     rank: int
@@ -105,6 +104,10 @@ class Transport(abc.ABC):
     def _new_channel(self) -> Channel: ...
 
     # Features of some libraries only.
+
+    def library_without(self, operation: Operation) -> str:
+        """Return the name of this transport's library if it does not have an operation; empty if it has."""
+        return ""
 
     def is_rank_failure(self, error: BaseException) -> bool:
         """Return whether an error means that a rank was lost and the others can continue without it."""

@@ -31,7 +31,7 @@ def make_buckets(
     if isinstance(channel, MindSporeChannel):
         if group.backend == "mccl" and 1 < group.world_size == group.local_world_size:
             _hint_at_mpi(group.world_size, group.is_main)
-        channel.check_compression(compression)
+        channel.check_types([layout.dtype for layout in layouts], compression)
         return [DeviceBucket(layout, channel, compression) for layout in layouts]
     assert isinstance(channel, HostChannel), "a channel sums arrays or tensors"
     shared = _shared(layouts, channel, compression) if isinstance(channel, MPIChannel) else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import math
 import os
 import re
 import sys
@@ -54,7 +53,7 @@ class DeviceCalls(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, x: Any, world_size: int) -> list[Any]:
-        """Return every rank's ``x``, which has at least one dimension."""
+        """Return every rank's ``x``, which has at least one dimension under :class:`PrimitiveCalls`."""
 
     @abc.abstractmethod
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
@@ -119,9 +118,14 @@ class MintCalls(DeviceCalls):
         return out
 
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
-        out = self._mint.empty((sum(recv_counts), *x.shape[1:]), dtype=x.dtype, **self._here)
-        self._distributed.all_to_all_single(out, x, list(recv_counts), list(send_counts), group=self._group)
-        return out
+        # An empty tensor has no address on a device. If there are no rows, one row is passed that is not sent.
+        mine = x.contiguous() if x.shape[0] else self._rows(1, x)
+        out = self._rows(max(sum(recv_counts), 1), x)
+        self._distributed.all_to_all_single(out, mine, list(recv_counts), list(send_counts), group=self._group)
+        return out if sum(recv_counts) else self._rows(0, x)
+
+    def _rows(self, number: int, like: Any) -> Any:
+        return self._mint.empty((number, *like.shape[1:]), dtype=like.dtype, **self._here)
 
     def send(self, x: Any, dst: int) -> None:
         # A device reads the memory as it lies there, and refuses views that are not contiguous.
@@ -159,6 +163,40 @@ def _use_the_group_of_all_ranks(distributed: Any) -> None:
         rank_of.__defaults__ = (GlobalComm.WORLD_COMM_GROUP,)
 
 
+class OneRankCalls(DeviceCalls):
+    """Copies tensors, in a group of one rank on a device, which so needs no communicator."""
+
+    def all_reduce(self, x: Any, op: str) -> Any:
+        return copy_of(x)
+
+    def all_reduce_async(self, x: Any) -> tuple[Any, Optional[Any]]:
+        return x, None
+
+    def reduce_scatter_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+        return x, None
+
+    def all_gather_flat(self, x: Any, world_size: int) -> Any:
+        return copy_of(x)
+
+    def broadcast(self, x: Any, src: int) -> Any:
+        return copy_of(x)
+
+    def all_gather(self, x: Any, world_size: int) -> list[Any]:
+        return [copy_of(x)]
+
+    def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
+        return copy_of(x)
+
+    def send(self, x: Any, dst: int) -> None:
+        raise AssertionError("the group refuses to send to this rank itself")
+
+    def begin_send(self, x: Any, dst: int, tag: int) -> Any:
+        raise AssertionError("the group refuses to send to this rank itself")
+
+    def recv(self, like: Any, src: int, tag: int = 0) -> Any:
+        raise AssertionError("the group refuses to receive from this rank itself")
+
+
 class PrimitiveCalls(DeviceCalls):
     """Calls the primitives of ``mindspore.ops``, on GPU: they return new tensors, and the stream orders them."""
 
@@ -194,10 +232,7 @@ class PrimitiveCalls(DeviceCalls):
         return [gathered[rank] for rank in range(world_size)]
 
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
-        row = math.prod(x.shape[1:])
-        numbers = ([count * row for count in send_counts], [count * row for count in recv_counts])
-        rows = self._ops.AlltoAllV(**self._among)(x.reshape(-1), *numbers)
-        return rows.reshape(sum(recv_counts), *x.shape[1:])
+        raise AssertionError("the transport refuses it: ops.AlltoAllV is for Ascend only")
 
     def send(self, x: Any, dst: int) -> None:
         self.begin_send(x, dst, self._TAG)

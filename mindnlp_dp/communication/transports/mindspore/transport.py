@@ -2,16 +2,18 @@
 
 It exchanges MindSpore tensors. MCCL supports the fewest types. Types that it refuses or silently sums wrong
 (float64; large int64 in MindSpore 2.7) take an exact path: the bytes are gathered, and every rank reduces them in rank
-order. Types for which MindSpore's NCCL has no kernel take the same path.
+order. Types for which MindSpore's NCCL has no kernel, and those that HCCL does not sum on this chip, take the same
+path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.communication.transports.mindspore.cluster import (
     AllReduceOnlyCalls,
@@ -23,6 +25,7 @@ from mindnlp_dp.communication.transports.mindspore.collective_calls import (
     DeviceCalls,
     MCCLCalls,
     MintCalls,
+    OneRankCalls,
     PrimitiveCalls,
     TimeoutReportingCalls,
 )
@@ -39,6 +42,22 @@ _REDUCES = {
     "hccl": {"float32", "float16", "bfloat16", "int8", "int32", "int64"},
     "nccl": {"float32", "float16", "int8", "int32", "int64"},
     "mccl": {"float32"},
+}
+
+# Those of them that HCCL does not sum on a chip, by MindSpore's name of the chip: the 910A and the 310P have no
+# bfloat16 at all (CANN 8.0 to 8.5, HcclAllReduce).
+_NOT_ON_CHIP = {"ascend910": {"bfloat16"}, "ascend310p": {"bfloat16", "int64"}}
+
+# The operations that a library does not have. NCCL: MindSpore 2.7 to 2.10 documents ops.AlltoAllV for Ascend only.
+# 310P: HcclSend and HcclRecv are not for this chip (CANN 8.0 to 8.5).
+_LACKS = {
+    "mccl": ("MindSpore's CPU library (mccl)", {Operation.ALL_TO_ALL}),
+    "mccl before 2.10": (
+        "MindSpore's CPU library (mccl) before MindSpore 2.10",
+        {Operation.MESSAGES, Operation.ALL_TO_ALL},
+    ),
+    "nccl": ("MindSpore's library for GPUs (nccl)", {Operation.ALL_TO_ALL}),
+    "ascend310p": ("HCCL on this chip (ascend310p)", {Operation.MESSAGES}),
 }
 
 
@@ -74,12 +93,23 @@ class MindSporeChannel(Channel):
         """Return whether the library itself sums this type correctly."""
         return self._transport.reduces_natively(dtype)
 
-    def check_compression(self, compression: Optional[str]) -> None:
-        """Raise ValueError if the library cannot sum gradients in the type of ``compression``."""
-        if self._transport.name == "nccl" and compression == "bf16":
+    def check_types(self, dtypes: Iterable[str], compression: Optional[str]) -> None:
+        """Raise ValueError if the library cannot sum in the type of ``compression``, or the chip lacks a parameter's.
+
+        ``dtypes`` are the types of the parameters.
+        """
+        transport = self._transport
+        if not transport.waits_for_a_device or transport.reduces_natively("bfloat16"):
+            return
+        if compression == "bf16":
+            kind = f"this chip ({transport.chip})" if transport.chip else "GPUs"
             raise ValueError(
-                f'compression="bf16" on rank {self._transport.rank}: MindSpore has no sum of bfloat16 for GPUs; '
-                'use "fp16"'
+                f'compression="bf16" on rank {transport.rank}: MindSpore has no sum of bfloat16 for {kind}; use "fp16"'
+            )
+        if transport.chip and "bfloat16" in dtypes:
+            raise ValueError(
+                f"parameters of bfloat16 on rank {transport.rank}: this chip ({transport.chip}) has no bfloat16; "
+                "load the model in float32 or float16"
             )
 
     def inverse_total(self, number: float, waiter: Optional[PollingWait] = None) -> Any:
@@ -92,7 +122,11 @@ class MindSporeChannel(Channel):
 
 
 class MindSporeTransport(Transport):
-    """Moves tensors over HCCL, NCCL or MCCL."""
+    """Moves tensors over HCCL, NCCL or MCCL.
+
+    Attributes:
+        chip: MindSpore's name of the NPU, such as "ascend910b"; empty for other devices.
+    """
 
     # mint.distributed's tag is documented as reserved, and not passed on to HCCL.
     matches_in_order = True
@@ -109,21 +143,30 @@ class MindSporeTransport(Transport):
         self._communication = communication
         self.name = _LIBRARY[mindspore.get_context("device_target")]
         self.waits_for_a_device = self.name != "mccl"
-        self.has_messages = self.name != "mccl" or not mindspore_is_before("2.10")
-        self._group = None if ranks is None else create_group(ranks)
+        self.chip = _chip() if self.name == "hccl" else ""
+        self._reduces = _REDUCES[self.name] - _NOT_ON_CHIP.get(self.chip, set())
+        self._is_world = ranks is None
+        # A group of one rank needs no communicator, whose creation takes seconds, and whose buffers 400 MB on Ascend.
+        self._is_alone = ranks is not None and len(ranks) == 1
+        self._group = None if ranks is None or self._is_alone else create_group(ranks)
         restore_sigint_handler()
         self._in_job = range(communication.get_group_size()) if ranks is None else ranks
         self.rank, self.world_size = self._in_job.index(communication.get_rank()), len(self._in_job)
+        self.calls = self._make_calls()
+        self.local_rank = communication.get_local_rank()
+        self.local_world_size = communication.get_local_rank_size()
+        self.channel = self._new_channel()
+
+    def _make_calls(self) -> DeviceCalls:
+        if self._is_alone:
+            return OneRankCalls()
         kinds: dict[str, Callable[..., DeviceCalls]] = {"hccl": MintCalls, "nccl": PrimitiveCalls, "mccl": MCCLCalls}
         kind = kinds[self.name]
         calls: Any = kind() if self._group is None else kind(self._group, self._in_job)
         if self.name == "mccl":
             calls = calls if self._group is None else AllReduceOnlyCalls(self._group, self._in_job, self.rank)
             calls = TimeoutReportingCalls(calls, self.rank)
-        self.calls: DeviceCalls = calls
-        self.local_rank = communication.get_local_rank()
-        self.local_world_size = communication.get_local_rank_size()
-        self.channel = self._new_channel()
+        return calls
 
     def _new_channel(self) -> MindSporeChannel:
         return MindSporeChannel(self)
@@ -136,7 +179,8 @@ class MindSporeTransport(Transport):
     def to_native(self, x: Any) -> Any:
         if isinstance(x, np.ndarray):
             return self._ms.Tensor(np.ascontiguousarray(to_host(x)).reshape(x.shape))
-        return x.astype(self._ms.float32) if dtype_name(x) == "bfloat16" and self.name != "hccl" else x
+        is_unknown = dtype_name(x) == "bfloat16" and not self.reduces_natively("bfloat16")
+        return x.astype(self._ms.float32) if is_unknown else x
 
     def from_native(self, y: Any, like: Any) -> Any:
         if isinstance(like, np.ndarray):
@@ -148,7 +192,7 @@ class MindSporeTransport(Transport):
 
     def reduces_natively(self, dtype: str) -> bool:
         """Return whether the library itself sums this type correctly."""
-        return dtype in _REDUCES[self.name]
+        return self._is_alone or dtype in self._reduces
 
     def all_reduce(self, x: Any, op: str) -> Any:
         dtype = dtype_name(x)
@@ -161,22 +205,34 @@ class MindSporeTransport(Transport):
         parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
         return self._ms.Tensor(np.asarray(reduce_arrays(parts, op), array.dtype).reshape(array.shape))
 
+    @property
+    def _moves_tensors(self) -> bool:
+        """Whether tensors of every type are moved as they are; the others are moved as bytes."""
+        return self.name == "hccl" or self._is_alone
+
     def all_reduce_header(self, numbers: np.ndarray, last: Any) -> np.ndarray:
         if not isinstance(last, self._ms.Tensor):
             return super().all_reduce_header(numbers, last)
         return to_host(self.all_reduce(self._ms.ops.cat([self._ms.Tensor(numbers), last]), "sum"))
 
     def broadcast(self, x: Any, src: int) -> Any:
-        if self.name == "hccl":
+        if self._moves_tensors:
             return self.calls.broadcast(x, src)
         array = x.asnumpy()
         return self._from_bytes(self._broadcast_uint8(_as_bytes(array), src), array)
 
     def all_gather(self, x: Any) -> list[Any]:
-        if self.name == "hccl":
-            return self.calls.all_gather(x, self.world_size)
+        if self._moves_tensors:
+            parts = self.calls.all_gather(self._without_bool(x), self.world_size)
+            return [self.from_native(part, x) for part in parts]
         array = x.asnumpy()
         return [self._from_bytes(part, array) for part in self._gather(_as_bytes(array))]
+
+    # Versions: MindSpore 2.7.0 (2.8 and 2.9 are unknown; 2.10 accepts it). Cause: on Ascend, it refuses bool in
+    # all-gather, all-to-all and messages, though not in broadcast. Goes when: the oldest supported version accepts it
+    # (op_comm_func_impl.cc, CheckInferType).
+    def _without_bool(self, x: Any) -> Any:
+        return x.astype(self._ms.uint8) if dtype_name(x) == "bool" else x
 
     # MCCL and NCCL move every type as bytes. All ranks' arrays have the same length here.
 
@@ -206,14 +262,17 @@ class MindSporeTransport(Transport):
         return self._broadcast_uint8(mine, src).tobytes() if length else b""
 
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
-        if self.name == "mccl":
+        if library := self.library_without(Operation.ALL_TO_ALL):
             raise NotImplementedError(
-                f"all_to_all on rank {self.label(self.rank)}: MindSpore's CPU library (mccl) has no all-to-all; the "
-                "mpi backend has it: mindnlp-dp run --backend mpi"
+                f"all_to_all on rank {self.label(self.rank)}: {library} has no all-to-all; "
+                "the mpi backend has it, on CPU: mindnlp-dp run --backend mpi"
             )
-        return self.calls.all_to_all(x, send_counts, recv_counts)
+        return self.from_native(self.calls.all_to_all(self._without_bool(x), send_counts, recv_counts), x)
 
-    # Messages of bool go as bytes: not every release of MindSpore receives bool.
+    def library_without(self, operation: Operation) -> str:
+        name = "mccl before 2.10" if self.name == "mccl" and mindspore_is_before("2.10") else self.chip or self.name
+        library, lacks = _LACKS.get(name, ("", set[Operation]()))
+        return library if operation in lacks and not self._is_alone else ""
 
     def send(self, x: Any, dst: int) -> None:
         self._check_messages("send")
@@ -225,22 +284,18 @@ class MindSporeTransport(Transport):
 
     def recv(self, like: Any, src: int, tag: int = 0) -> Any:
         self._check_messages("recv")
-        received = self.calls.recv(self._without_bool(like), src, tag)
-        return received if received.dtype == like.dtype else received.astype(like.dtype)
-
-    def _without_bool(self, x: Any) -> Any:
-        return x.astype(self._ms.uint8) if x.dtype == self._ms.bool_ else x
+        return self.from_native(self.calls.recv(self._without_bool(like), src, tag), like)
 
     def split(self, ranks: Sequence[int]) -> Transport:
-        # On a device, the tensors of a one-rank group stay there, too.
+        # On a device, the tensors of a one-rank group stay there.
         alone = len(ranks) == 1 and not self.waits_for_a_device
         return SingleProcessTransport() if alone else MindSporeTransport([self._in_job[rank] for rank in ranks])
 
     def _check_messages(self, call: str) -> None:
-        if not self.has_messages:
+        if library := self.library_without(Operation.MESSAGES):
             raise NotImplementedError(
-                f"{call} on rank {self.label(self.rank)}: MindSpore's CPU library (mccl) has messages between two "
-                "ranks from MindSpore 2.10 on; the mpi backend has them: mindnlp-dp run --backend mpi"
+                f"{call} on rank {self.label(self.rank)}: {library} has no messages between two ranks; "
+                "the mpi backend has them, on CPU: mindnlp-dp run --backend mpi"
             )
 
     def barrier(self) -> None:
@@ -248,10 +303,16 @@ class MindSporeTransport(Transport):
         self.all_reduce(self._ms.Tensor(np.zeros(1, np.int32)), "sum").asnumpy()
 
     def close(self) -> None:
-        if self._group is None:
+        if self._is_world:
             self._communication.release()
-        else:
+        elif self._group is not None:
             self._communication.destroy_group(self._group)
+
+
+def _chip() -> str:
+    from mindspore._c_expression import MSContext
+
+    return str(MSContext.get_instance().get_ascend_soc_version())
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
