@@ -141,8 +141,8 @@ class StandInDevice:
         create_group = self._stand_in(communication.create_group, self._create_group)
         monkeypatch.setattr(communication, "create_group", create_group)
         for name in (
-            "all_reduce", "broadcast", "all_gather", "send", "recv", "reduce_scatter_tensor", "all_gather_into_tensor",
-            "all_to_all_single",
+            "all_reduce", "broadcast", "all_gather", "send", "isend", "recv", "reduce_scatter_tensor",
+            "all_gather_into_tensor", "all_to_all_single",
         ):  # fmt: skip
             play = self._strict(name, self._noted(name, getattr(self, f"_{name}")))
             monkeypatch.setattr(distributed, name, self._stand_in(getattr(distributed, name), play))
@@ -248,6 +248,10 @@ class StandInDevice:
 
     def _send(self, tensor, dst, group, tag):
         self._sent.append(tensor.copy())
+
+    def _isend(self, tensor, dst, group, tag):
+        self._sent.append(tensor.copy())
+        return Handle(lambda: None)
 
     def _recv(self, tensor, src, group, tag):
         tensor.assign_value(self._sent.pop(0))

@@ -9,6 +9,7 @@ from mindnlp.core import nn, optim
 from mindnlp.core.autograd import value_and_grad
 
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
+from mindnlp_dp.communication.p2p import ACTIVATIONS, GRADIENTS, PipelineP2P
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.mindspore.transport import MindSporeTransport
 from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
@@ -199,6 +200,20 @@ def test_objects(group):
     assert group.all_gather_object({"a": [1, None]}) == [{"a": [1, None]}] * 2
     assert group.broadcast_object(("b", 2.5)) == ("b", 2.5)
     group.barrier()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int16", "bool"])
+def test_messages_of_pipelines(device, group, dtype):
+    if device.chip == "ascend310p":
+        pytest.skip("HCCL has no messages on this chip")
+    x = mindspore.Tensor(np.array([[1, 0], [3, 2], [0, 1]])).astype(getattr(mindspore, dtype))
+    p2p = PipelineP2P(group)
+    p2p.begin()
+    p2p.send(x.T, 1, 0, ACTIVATIONS, note=2.5)
+    received, note = p2p.receive(1, 0, GRADIENTS)
+    p2p.wait()
+    assert (note, received.dtype) == (2.5, x.dtype)
+    np.testing.assert_array_equal(received.asnumpy(), x.asnumpy().T)
 
 
 def test_messages(device, group):
