@@ -49,6 +49,20 @@ def test_random_stages():
     assert 0.75 < min(ratios) < 0.95
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_in_order_are_never_faster_and_cost_nothing_if_they_take_no_time(schedule):
+    for num_stages, num in itertools.product((1, 2, 5, 8), (1, 2, 7, 16)):
+        forward, backward = [1.0 + stage / 7 for stage in range(num_stages)], [2.0] * num_stages
+        for transfer in (0.0, 0.3):
+            any_order, in_order = (
+                simulate_pipeline(forward, backward, num, schedule, transfer, in_order=flag).makespan
+                for flag in (False, True)
+            )
+            assert in_order >= any_order - 1e-9
+            if schedule == "gpipe" and not transfer:
+                assert in_order == pytest.approx(any_order)
+
+
 def test_messages_are_hidden_by_an_eager_schedule_alone():
     stages, num = [1.0] * 8, 64
     formula = (8 + 64 - 1) * 3.0
