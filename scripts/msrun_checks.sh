@@ -87,7 +87,8 @@ prepare_environment() {
     PATH=$ROOT/.venv/bin:$PATH
   fi
   command -v msrun >/dev/null || fail "msrun was not found; pip install mindspore, or activate its environment"
-  unset MS_ROLE MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT MS_WORKER_NUM MS_WORKER_IP RANK_ID RANK_SIZE RANK_TABLE_FILE DEVICE_ID
+  unset MS_ROLE MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT MS_WORKER_NUM MS_WORKER_IP RANK_ID RANK_SIZE DEVICE_ID \
+    RANK_TABLE_FILE MINDSPORE_HCCL_CONFIG_PATH
   export DEVICE_TARGET=$DEVICE GLOG_v=${GLOG_v:-3} PYTHONUNBUFFERED=1
   mkdir -p "$LOG_DIR"
 }
