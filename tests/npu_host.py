@@ -21,6 +21,49 @@ def in_the_folder(pattern, **options):
 glob.glob = in_the_folder
 """
 
+# Ranks are given their cards, and compute and communicate on the CPU.
+ACCEPTS_NPUS = """
+import sys
+
+if "mindnlp_dp.launch.processes.worker" in sys.orig_argv:
+    import mindspore
+
+    real_device = mindspore.set_device
+
+    def set_device(target, *card):
+        if target != "Ascend":
+            real_device(target, *card)
+
+    mindspore.set_device = set_device
+"""
+
+# Ranks exchange arrays over MCCL as on a device: their updaters and checks are those of devices. MCCL (MindSpore 2.7 to
+# 2.10) has no kernels of two collectives, which others emulate.
+EXCHANGES_AS_ON_A_DEVICE = """
+import sys
+
+if "mindnlp_dp.launch.processes.worker" in sys.orig_argv:
+    import mindspore
+
+    from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel, MindSporeTransport
+
+    def reduce_scatter_async(self, x):
+        length = x.shape[0] // self.world_size
+        return self.sum(x)[self.slice_index * length : (self.slice_index + 1) * length].copy(), None
+
+    def all_gather_flat(self, x):
+        return mindspore.ops.cat(self._transport.calls.all_gather(x, self.world_size))
+
+    MindSporeChannel.reduce_scatter_async, MindSporeChannel.all_gather_flat = reduce_scatter_async, all_gather_flat
+    real_init = MindSporeTransport.__init__
+
+    def init(self, ranks=None):
+        real_init(self, ranks)
+        self.waits_for_a_device = True
+
+    MindSporeTransport.__init__ = init
+"""
+
 
 class NpuHost:
     """A host with NPUs; the environment has neither DEVICE_TARGET nor a list of visible cards."""
