@@ -125,12 +125,12 @@ def _backend_and_device(backend: Optional[str], environ: Mapping[str, str]) -> t
     may_use_npus = device == "Ascend" or (not is_typed and backend != "mpi")
     if may_use_npus and (wrong := check_visible_devices(environ)):
         raise LaunchError(wrong)
-    if is_typed or not count_devices("Ascend", environ):
-        pass
-    elif backend is None:
-        print(f"this host has {device} cards: use them with --backend mindspore, or set DEVICE_TARGET=CPU")
-    elif backend == "mpi":
-        print("this host has Ascend cards, and --backend mpi trains on its CPU; --backend mindspore uses them")
+    if backend != "mindspore" and not is_typed and count_devices("Ascend", environ):
+        print(
+            f"this host has {device} cards: use them with --backend mindspore, or set DEVICE_TARGET=CPU"
+            if backend is None
+            else "this host has Ascend cards, and --backend mpi trains on its CPU; --backend mindspore uses them"
+        )
     return backend or ("mpi" if device == "CPU" else "mindspore"), device
 
 
