@@ -122,8 +122,7 @@ def _backend_and_device(backend: Optional[str], environ: Mapping[str, str]) -> t
     device = "CPU" if backend == "mpi" and not is_typed else default_device(environ)
     if device not in DEVICES:
         raise LaunchError(f"DEVICE_TARGET is {device}, expected {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
-    may_use_npus = device == "Ascend" or (not is_typed and backend != "mpi")
-    if may_use_npus and (wrong := check_visible_devices(environ)):
+    if (is_typed or backend != "mpi") and (wrong := check_visible_devices(environ)):
         raise LaunchError(wrong)
     if backend != "mindspore" and not is_typed and count_devices("Ascend", environ):
         print(

@@ -91,7 +91,12 @@ def limit_devices(device: str, ids: Iterable[int]) -> dict[str, str]:
 
 
 def check_visible_devices(environ: Mapping[str, str]) -> Optional[str]:
-    """Return an error message if CANN would see other cards than ASCEND_RT_VISIBLE_DEVICES seems to list, else None."""
+    """Return an error message if CANN would see other cards than ASCEND_RT_VISIBLE_DEVICES seems to list, else None.
+
+    The list does not matter if DEVICE_TARGET names another device.
+    """
+    if environ.get("DEVICE_TARGET", "Ascend") not in ("", "Ascend"):
+        return None
     variable = _CARDS["Ascend"][1]
     # -1 hides all cards after it, which some users want.
     listed = re.split(r"(?:^|,)-1\b", environ.get(variable, ""))[0]

@@ -12,7 +12,8 @@ import time
 import pytest
 from npu_host import NpuHost
 
-from conftest import job_command, run_job, wait_for_files
+from conftest import TIMEOUT_SECONDS, job_command, run_job, wait_for_files
+from mindnlp_dp.launch.processes.environment import free_port
 from mindnlp_dp.launch.processes.spawn import GRACE_SECONDS
 
 # Each rank writes what the launcher gave to it.
@@ -91,6 +92,39 @@ def test_a_job_that_the_cards_do_not_allow_starts_no_rank(tmp_path, host, nproc,
     job = run_job(tmp_path, SAYS_ITS_DEVICE, nproc=nproc, backend="mindspore", **environ)
     assert (job.exit_code, said_by_ranks(tmp_path)) == (2, [])
     assert f"mindnlp-dp run: {message}" in job.output
+
+
+def launchers_of_two_hosts(folder, **environ_of_the_second):
+    """Start a job of two hosts, which are both this one, and return its launchers."""
+    (folder / "script.py").write_text(SAYS_ITS_DEVICE)
+    endpoint, environ = f"127.0.0.1:{free_port()}", {**os.environ, "MINDNLP_DP_RDZV_TOKEN": "for this test only"}
+    launchers = []
+    for number, more in enumerate(({}, environ_of_the_second)):
+        options = ["--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank", str(number)]
+        options += ["--rdzv-conf", "join_timeout=20", "--backend", "mindspore", "--log-dir", str(folder / "logs")]
+        launchers.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "mindnlp_dp", "run", *options, "script.py"], cwd=folder, env={**environ, **more},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+        )  # fmt: skip
+    return launchers
+
+
+def test_ranks_of_all_hosts_use_the_npus(tmp_path, host):
+    for launcher in launchers_of_two_hosts(tmp_path):
+        output, _ = launcher.communicate(timeout=TIMEOUT_SECONDS)
+        assert launcher.returncode == 0, output
+    # Each rank has the first card of its host.
+    assert said_by_ranks(tmp_path) == [{"DEVICE_TARGET": "Ascend", "DEVICE_ID": "0", "cores": CORES}] * 2
+
+
+def test_hosts_with_different_devices_do_not_start(tmp_path, host):
+    first, second = launchers_of_two_hosts(tmp_path, DEVICE_TARGET="CPU")
+    said = "its ranks would use CPU, and those of the endpoint's host Ascend; set the same DEVICE_TARGET on every host"
+    assert said in second.communicate(timeout=TIMEOUT_SECONDS)[0]
+    first.communicate(timeout=TIMEOUT_SECONDS)
+    assert (first.returncode, second.returncode, said_by_ranks(tmp_path)) == (75, 2, [])
 
 
 def test_a_rank_of_an_npu_gets_more_time_to_end(tmp_path, host):

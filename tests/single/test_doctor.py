@@ -136,6 +136,8 @@ def test_npus_are_counted_as_cann_counts_them(listed, count, meant):
     assert count_devices("Ascend", environ) == count
     said = check_visible_devices(environ)
     assert said is None if meant is None else said.endswith(f"; write, for example, ASCEND_RT_VISIBLE_DEVICES={meant}")
+    assert check_visible_devices({**environ, "DEVICE_TARGET": "CPU"}) is None
+    assert check_visible_devices({**environ, "DEVICE_TARGET": "Ascend"}) == said
 
 
 def test_gpus_are_counted_as_cuda_counts_them():

@@ -310,7 +310,7 @@ def run_device_report(devices: Sequence[int], path: Path) -> int:
     device = default_device(os.environ)
     if device not in DEVICES:
         raise ValueError(f"DEVICE_TARGET is {device}, expected {', '.join(DEVICES)}")
-    if device == "Ascend" and (wrong := check_visible_devices(os.environ)):
+    if wrong := check_visible_devices(os.environ):
         raise ValueError(wrong)
     # CUDA's list may hold names instead of numbers.
     visible = None if device == "CPU" else visible_devices(device, os.environ)
