@@ -20,13 +20,21 @@ check_count() {
 
 # check_workers NUMBER: checks that this host has at least NUMBER devices, one for each worker.
 check_workers() {
-  local visible cards count
+  local visible cards count meant
   case $DEVICE in
     CPU) return ;;
     Ascend) visible=${ASCEND_RT_VISIBLE_DEVICES-unset} cards=(/dev/davinci[0-9]*) ;;
     GPU) visible=${CUDA_VISIBLE_DEVICES-unset} cards=(/dev/nvidia[0-9]*) ;;
   esac
   if [ "$visible" != unset ]; then
+    if [ "$DEVICE" = Ascend ]; then
+      # CANN stops reading at a character that is neither a digit nor a comma, and takes ascending ids only.
+      # -1 hides all cards.
+      [ "$visible" != -1 ] || visible=
+      meant=$({ grep -oE '[0-9]+' || true; } <<<"$visible" | sort -nu | paste -sd ,)
+      [ "$visible" = "$meant" ] || fail "ASCEND_RT_VISIBLE_DEVICES='$visible' is not a list for CANN, which takes" \
+        "ascending ids and commas, without spaces; write, for example, ASCEND_RT_VISIBLE_DEVICES=$meant"
+    fi
     IFS=, read -ra cards <<<"$visible"
     count=${#cards[@]}
   elif [ -e "${cards[0]}" ]; then
@@ -87,7 +95,8 @@ prepare_environment() {
     PATH=$ROOT/.venv/bin:$PATH
   fi
   command -v msrun >/dev/null || fail "msrun was not found; pip install mindspore, or activate its environment"
-  unset MS_ROLE MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT MS_WORKER_NUM MS_WORKER_IP RANK_ID RANK_SIZE RANK_TABLE_FILE DEVICE_ID
+  unset MS_ROLE MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT MS_WORKER_NUM MS_WORKER_IP RANK_ID RANK_SIZE DEVICE_ID \
+    RANK_TABLE_FILE MINDSPORE_HCCL_CONFIG_PATH
   export DEVICE_TARGET=$DEVICE GLOG_v=${GLOG_v:-3} PYTHONUNBUFFERED=1
   mkdir -p "$LOG_DIR"
 }

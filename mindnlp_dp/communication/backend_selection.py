@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
 from mindnlp_dp.communication.transports.transport import Transport
-from mindnlp_dp.runtime.launch_env import MPI_LAUNCHERS, Launch
+from mindnlp_dp.runtime.launch_env import MPI_LAUNCHERS, RANK_TABLE, RANK_TABLE_FILES, Launch
 
 BACKENDS = ("auto", "single", "mpi", "mindspore")
 
@@ -15,6 +15,9 @@ BACKENDS = ("auto", "single", "mpi", "mindspore")
 _CANNOT_MEET = {
     "srun": "srun --mpi=pmix python script.py, or, in the script of sbatch, mpirun -n {n} python script.py",
     "torchrun": "mindnlp-dp run --nproc {n} script.py",
+    RANK_TABLE: "mindnlp-dp run --nproc {n} script.py, or msrun --worker_num={n} --local_worker_num={n} script.py; if "
+    "this is a single process, and an earlier job left the variables: unset RANK_ID RANK_SIZE "
+    f"{' '.join(RANK_TABLE_FILES)}",
 }
 
 
@@ -26,15 +29,17 @@ def choose_backend(requested: str, launch: Launch, device: str) -> str:
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+    if launch.by in _CANNOT_MEET:
+        several = "several" if launch.world_size is None else str(launch.world_size)
+        instead = _CANNOT_MEET[launch.by].format(n="N" if launch.world_size is None else launch.world_size)
+        raise ValueError(
+            f"{launch.by} started {several} processes, which cannot meet and would train {several} separate models; "
+            f"type {instead}"
+        )
     if requested == "single" and launch.num_known > 1:
         raise ValueError(
             f"backend='single', but {launch.by} started {launch.num_known} processes; they would train "
             f"{launch.num_known} separate models. Use backend='auto', or start one process"
-        )
-    if launch.by in _CANNOT_MEET:
-        raise ValueError(
-            f"{launch.by} started {launch.num_known} processes, which cannot meet and would train {launch.num_known} "
-            f"separate models; type {_CANNOT_MEET[launch.by].format(n=launch.num_known)}"
         )
     if requested not in ("auto", "single") and launch.by == "none":
         raise ValueError(

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -30,7 +30,13 @@ from mindnlp_dp.launch.rendezvous.protocol import is_this_host
 from mindnlp_dp.launch.rendezvous.remote_shell import command as remote_shell
 from mindnlp_dp.launch.rendezvous.server import Rendezvous, RendezvousServer
 from mindnlp_dp.launch.termination import Interrupted, Termination
-from mindnlp_dp.runtime.devices import default_device, too_many_workers
+from mindnlp_dp.runtime.devices import (
+    DEVICES,
+    check_visible_devices,
+    count_devices,
+    default_device,
+    too_many_workers,
+)
 from mindnlp_dp.runtime.launch_env import node_rank_of
 from mindnlp_dp.runtime.versions import __version__
 
@@ -61,12 +67,9 @@ def run_job(
     if command[0] != "-m" and not os.path.isfile(command[0]):
         raise LaunchError(f"the script {command[0]} does not exist")
     environ = dict(os.environ)
-    if backend is None:
-        device = default_device(environ)
-        backend = "mindspore" if device in ("Ascend", "GPU") else "mpi"
-        if backend == "mindspore" and "DEVICE_TARGET" not in environ:
-            environ["DEVICE_TARGET"] = device
-            print(f"this host has {device} cards: use them with --backend mindspore, or set DEVICE_TARGET=CPU")
+    backend, device = _backend_and_device(backend, environ)
+    # The launcher and its ranks read the device here only, so that they agree.
+    environ["DEVICE_TARGET"] = device
     if options.in_place and (backend != "mpi" or rendezvous is not None or not nproc.is_elastic):
         raise LaunchError("--in-place is for an elastic job, --nproc MIN:MAX, of one host under MPI")
     if options.scale_batch and not (nproc.is_elastic or (nnodes is not None and nnodes.is_elastic)):
@@ -83,7 +86,7 @@ def run_job(
                     version=__version__, node_rank=rank, termination=termination,
                 ).run()  # fmt: skip
             server = (
-                RendezvousServer(rendezvous, __version__, loop, one_a_host=backend == "mpi")
+                RendezvousServer(rendezvous, __version__, loop, device=device, one_a_host=backend == "mpi")
                 if rendezvous is not None
                 else None
             )
@@ -107,6 +110,27 @@ def run_job(
             stop_waiting_for_readers()
             print("interrupted: all ranks were ended", file=sys.stderr)
             return _code_of(interrupt)
+
+
+def _backend_and_device(backend: Optional[str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the backend and the device of this host's ranks; print a choice between cards and cores that is not typed.
+
+    Raises:
+        LaunchError: the variables of the device have values that the ranks would read in another way.
+    """
+    is_typed = bool(environ.get("DEVICE_TARGET"))
+    device = "CPU" if backend == "mpi" and not is_typed else default_device(environ)
+    if device not in DEVICES:
+        raise LaunchError(f"DEVICE_TARGET is {device}, expected {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
+    if (is_typed or backend != "mpi") and (wrong := check_visible_devices(environ)):
+        raise LaunchError(wrong)
+    if backend != "mindspore" and not is_typed and count_devices("Ascend", environ):
+        print(
+            f"this host has {device} cards: use them with --backend mindspore, or set DEVICE_TARGET=CPU"
+            if backend is None
+            else "this host has Ascend cards, and --backend mpi trains on its CPU; --backend mindspore uses them"
+        )
+    return backend or ("mpi" if device == "CPU" else "mindspore"), device
 
 
 def _leads(rendezvous: Rendezvous, node_rank: Optional[int]) -> bool:

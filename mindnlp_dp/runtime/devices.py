@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import platform
+import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Optional
@@ -65,13 +67,53 @@ _CARDS = {
     "GPU": ("/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES"),
 }
 
+DEVICES = ("CPU", *_CARDS)
+
+
+def visible_devices(device: str, environ: Mapping[str, str]) -> Optional[list[str]]:
+    """Return the ids to which a variable limits the ``"Ascend"`` or ``"GPU"`` cards; None if it is not set.
+
+    The ids are those that CANN or CUDA reads: both stop at an id that is invalid, such as -1, and CANN also at any
+    character that is neither a digit nor a comma (CANN's manual, envref_07_0028: of "1, 2,3" it reads 1).
+    """
+    listed = environ.get(_CARDS[device][1])
+    if listed is None:
+        return None
+    if device == "Ascend":
+        read = re.match(r"\d+(,\d+)*", listed)
+        return read.group().split(",") if read else []
+    return list(itertools.takewhile(lambda id_: id_ and not id_.startswith("-"), map(str.strip, listed.split(","))))
+
+
+def limit_devices(device: str, ids: Iterable[int]) -> dict[str, str]:
+    """Return the variable that limits the ``"Ascend"`` or ``"GPU"`` cards to these; none on a CPU."""
+    return {_CARDS[device][1]: ",".join(map(str, sorted(ids)))} if device in _CARDS else {}
+
+
+def check_visible_devices(environ: Mapping[str, str]) -> Optional[str]:
+    """Return an error message if CANN would see other cards than ASCEND_RT_VISIBLE_DEVICES seems to list, else None.
+
+    The list does not matter if DEVICE_TARGET names another device.
+    """
+    if environ.get("DEVICE_TARGET", "Ascend") not in ("", "Ascend"):
+        return None
+    variable = _CARDS["Ascend"][1]
+    # -1 hides all cards after it, which some users want.
+    listed = re.split(r"(?:^|,)-1\b", environ.get(variable, ""))[0]
+    meant = ",".join(map(str, sorted({int(id_) for id_ in re.findall(r"\d+", listed)})))
+    if listed == meant:
+        return None
+    read = ",".join(visible_devices("Ascend", environ) or []) or "none"
+    why = f"it reads {read}, and stops at any character that is neither a digit nor a comma"
+    if re.fullmatch(r"\d+(,\d+)*", listed):
+        why = "it takes ascending ids, each once"
+    return f"{variable}={environ[variable]!r} is not a list for CANN: {why}; write, for example, {variable}={meant}"
+
 
 def count_devices(device: str, environ: Mapping[str, str]) -> int:
     """Return the number of ``"Ascend"`` or ``"GPU"`` cards that processes of this host may use."""
-    pattern, visible = _CARDS[device]
-    if visible in environ:
-        return len([card for card in environ[visible].split(",") if card.strip()])
-    return len(glob.glob(pattern))
+    visible = visible_devices(device, environ)
+    return len(glob.glob(_CARDS[device][0]) if visible is None else visible)
 
 
 def default_device(environ: Mapping[str, str]) -> str:
@@ -79,14 +121,12 @@ def default_device(environ: Mapping[str, str]) -> str:
 
     GPUs are not chosen by default, because MindSpore from PyPI cannot use them.
     """
-    if "DEVICE_TARGET" in environ:
-        return environ["DEVICE_TARGET"]
-    return "Ascend" if count_devices("Ascend", environ) else "CPU"
+    return environ.get("DEVICE_TARGET") or ("Ascend" if count_devices("Ascend", environ) else "CPU")
 
 
 def too_many_workers(num_workers: int, environ: Mapping[str, str]) -> Optional[str]:
     """Return an error message if there are more workers than cards, else None; a CPU takes any number."""
-    device = environ.get("DEVICE_TARGET", "CPU")
+    device = default_device(environ)
     if device not in _CARDS:
         return None
     count = count_devices(device, environ)

@@ -12,6 +12,10 @@ from typing import Optional
 # Launchers whose processes join through MPI.
 MPI_LAUNCHERS = ("mpirun", "srun --mpi", "PMIx")
 
+# MindSpore's older way to start a job on Ascend: a script starts each process, and a file lists their cards.
+RANK_TABLE = "a rank table's script"
+RANK_TABLE_FILES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -39,7 +43,8 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     OpenMPI's ``mpirun`` is checked first: it sets its variables for each process, whereas
     ``MS_*`` may be left over in a shell. ``msrun``, and ``mindnlp-dp run --backend mindspore``,
     start MindSpore's dynamic cluster, which needs ``MS_ROLE``; its processes may themselves be
-    started by one of the launchers that are checked later.
+    started by one of the launchers that are checked later. A rank table counts only for a process
+    with a RANK_ID, and with a RANK_SIZE above 1 or the table's file; each of them alone may be left over.
     """
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return Launch("mpirun", int(environ["OMPI_COMM_WORLD_SIZE"]))
@@ -50,15 +55,26 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
         num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
         if num_tasks > 1:
             return Launch("srun --mpi" if "PMIX_RANK" in environ or "PMI_SIZE" in environ else "srun", num_tasks)
-        return Launch("none", 1)
+        # In the shell of a step of one task (srun --pty bash), only a launcher without MPI can have started others.
+        return _launch_without_mpi(environ)
     for name in ("PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
         if name in environ:
             return Launch("mpirun", int(environ[name]))
     for name in ("PMIX_RANK", "PMI_RANK"):
         if name in environ:
             return Launch("PMIx", None, int(environ[name]))
+    return _launch_without_mpi(environ)
+
+
+def _launch_without_mpi(environ: Mapping[str, str]) -> Launch:
+    """Return the launch by torchrun (also of accelerate and deepspeed, which set its variables) or by a rank table."""
     if environ.get("RANK") and environ.get("WORLD_SIZE") not in (None, "", "1"):
         return Launch("torchrun", int(environ["WORLD_SIZE"]))
+    rank, size = environ.get("RANK_ID", ""), environ.get("RANK_SIZE", "")
+    if rank.isdecimal() and size.isdecimal() and int(size) > 1:
+        return Launch(RANK_TABLE, int(size))
+    if rank.isdecimal() and not size and any(environ.get(name) for name in RANK_TABLE_FILES):
+        return Launch(RANK_TABLE, None, int(rank))
     return Launch("none", 1)
 
 

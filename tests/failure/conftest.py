@@ -101,13 +101,16 @@ def assert_nothing_is_left(folder: Path, *, soon: bool = False) -> None:
 
 
 def job_command(folder: Path, *command, nproc=2, backend="mpi") -> list[str]:
-    """Return ``mindnlp-dp run COMMAND`` with its log folder in ``folder``. A script may be given as its text."""
+    """Return ``mindnlp-dp run COMMAND`` with its log folder in ``folder``. A script may be given as its text.
+
+    Without a ``backend``, the launcher chooses one.
+    """
     command = list(command)
     for index, part in enumerate(command):
         if "\n" in str(part):
             command[index] = folder / "script.py"
             command[index].write_text(textwrap.dedent(part))
-    run = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", nproc, "--backend", backend]
+    run = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", nproc, *(["--backend", backend] if backend else [])]
     return [str(part) for part in (*run, "--log-dir", folder / "logs", *command)]
 
 

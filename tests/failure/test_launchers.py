@@ -62,8 +62,12 @@ def test_a_pmi_that_our_mpi_does_not_speak(start):
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("environ", "instead"),
-    [(SLURM_STEP, "srun --mpi=pmix"), ({"RANK": "1", "WORLD_SIZE": "2"}, "mindnlp-dp run --nproc 2 script.py")],
-    ids=["srun", "torchrun"],
+    [
+        (SLURM_STEP, "srun --mpi=pmix"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "mindnlp-dp run --nproc 2 script.py"),
+        ({"RANK_ID": "1", "RANK_SIZE": "2", "RANK_TABLE_FILE": "/x"}, "mindnlp-dp run --nproc 2 script.py"),
+    ],
+    ids=["srun", "torchrun", "a rank table"],
 )
 def test_processes_that_cannot_meet_train_nothing(start, environ, instead):
     job = start(MEET, **environ)
@@ -71,11 +75,19 @@ def test_processes_that_cannot_meet_train_nothing(start, environ, instead):
     assert f"which cannot meet and would train 2 separate models; type {instead}" in job.stdout
 
 
+def test_a_rank_table_is_seen_after_mindnlp_was_imported(start):
+    script = "import mindnlp_dp as dp\nimport mindnlp\ndp.init_process_group()\n"
+    job = start(script, RANK_ID="0", RANK_TABLE_FILE="/x")
+    assert job.returncode == 1
+    assert "started several processes, which cannot meet" in job.stdout
+
+
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_our_launcher_inside_another_ones_process(launch, backend):
     job = launch(
-        MEET, backend=backend, RANK="3", WORLD_SIZE="4", SLURM_JOBID="7", SLURM_NODELIST="x[1-2]", **SLURM_STEP
-    )
+        MEET, backend=backend, RANK="3", WORLD_SIZE="4", RANK_ID="3", RANK_SIZE="4", RANK_TABLE_FILE="/x",
+        SLURM_JOBID="7", SLURM_NODELIST="x[1-2]", **SLURM_STEP,
+    )  # fmt: skip
     assert (job.exit_code, job.output) == (0, "[0, 1]\n")
 
 

@@ -154,6 +154,11 @@ HOSTS = {"MASTER_ADDR": "127.0.0.1", "NNODES": "2", "NODE_RANK": "0", "DEVICE": 
             "launch_msrun.sh", {"DEVICE": "Ascend", "ASCEND_RT_VISIBLE_DEVICES": ""},
             "2 workers, but this host has 0 Ascend devices to use; start at most that many, or try DEVICE=CPU",
         ),
+        (
+            "launch_msrun.sh", {"DEVICE": "Ascend", "ASCEND_RT_VISIBLE_DEVICES": "1, 2,3"},
+            "ASCEND_RT_VISIBLE_DEVICES='1, 2,3' is not a list for CANN, which takes ascending ids and commas, without "
+            "spaces; write, for example, ASCEND_RT_VISIBLE_DEVICES=1,2,3",
+        ),
         pytest.param(
             "launch_msrun.sh", {"DEVICE": "Ascend"},
             "2 workers, but this host has 0 Ascend devices to use; start at most that many, or try DEVICE=CPU",

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from mindnlp_dp.commands.doctor import findings as doctor
-from mindnlp_dp.runtime.devices import count_devices, too_many_workers
+from mindnlp_dp.runtime.devices import check_visible_devices, count_devices, too_many_workers
 from mindnlp_dp.runtime.versions import BEST_MINDSPORE, MINDNLP, OTHER_MINDNLP
 
 ASKED = [Requirement("mindspore>=2.5.0,<2.9.0"), Requirement("numpy<2"), Requirement('mpi4py>=4; extra == "mpi"')]
@@ -73,8 +73,8 @@ def test_stale_variables(monkeypatch):
 def test_a_missing_mpirun(monkeypatch):
     monkeypatch.setattr(doctor, "find_mpirun", lambda: None)
     assert to_mend(doctor.check_environment({}))["mpirun was not found"] == 'pip install "mindnlp-dp[mpi]"'
-    monkeypatch.setattr(doctor, "_try_backend", lambda backend, advice: doctor.Finding(f"{backend} works"))
-    tried = [finding.what for finding in doctor.check_backends(can_import=True)]
+    monkeypatch.setattr(doctor, "_try_backend", lambda backend, *_: doctor.Finding(f"{backend} works"))
+    tried = [finding.what for finding in doctor.check_backends({}, can_import=True)]
     assert tried == ["mpi: not tried, because mpirun is missing", "mindspore works"]
 
 
@@ -98,15 +98,16 @@ def test_it_works_when_mindspore_and_mindnlp_cannot_be_imported(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise ImportError('this {name} is broken')\n")
     code = (
-        f"import sys; from mindnlp_dp.commands.doctor import findings as doctor; sys.path.insert(0, {str(tmp_path)!r});"
-        "print([f.what for f in doctor.check_imports()]); print([f.what for f in doctor.check_backends(False)]);"
+        "import os, sys; from mindnlp_dp.commands.doctor import findings as doctor;"
+        f"sys.path.insert(0, {str(tmp_path)!r}); print([f.what for f in doctor.check_imports(os.environ)]);"
+        "print([f.what for f in doctor.check_backends(os.environ, can_import=False)]);"
         "assert 'mindspore' not in sys.modules"
     )
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
     assert "MindSpore cannot be imported: ImportError: this mindspore is broken" in done.stdout
-    assert "mpi: not tried, because the imports fail" in done.stdout
+    assert "mpi: not tried, because of the imports above" in done.stdout
 
 
 def test_devices():
@@ -117,8 +118,31 @@ def test_devices():
     two = {"DEVICE_TARGET": "GPU", "CUDA_VISIBLE_DEVICES": "0,1"}
     assert too_many_workers(2, two) is None
     assert too_many_workers(3, two) == "3 workers, but this host has 2 GPU devices to use; start at most 2"
+    assert too_many_workers(3, {"ASCEND_RT_VISIBLE_DEVICES": "4,5"}).startswith("3 workers, but this host has 2 Ascend")
     none = {"DEVICE_TARGET": "Ascend", "ASCEND_RT_VISIBLE_DEVICES": ""}
     assert too_many_workers(2, none) == "2 workers, but this host has 0 Ascend devices to use; try DEVICE_TARGET=CPU"
+
+
+@pytest.mark.parametrize(
+    ("listed", "count", "meant"),
+    [
+        ("0,1,5", 3, None), ("", 0, None), ("7", 1, None), ("0,10", 2, None), ("-1", 0, None), ("1,-1,3", 1, None),
+        ("1, 2,3", 1, "1,2,3"), (" 0,1", 0, "0,1"), ("0,1,", 2, "0,1"), ("0;1", 1, "0,1"), ("0-1", 1, "0,1"),
+        ("1,0", 2, "0,1"), ("0,0,1", 3, "0,1"),
+    ],
+)  # fmt: skip
+def test_npus_are_counted_as_cann_counts_them(listed, count, meant):
+    environ = {"ASCEND_RT_VISIBLE_DEVICES": listed}
+    assert count_devices("Ascend", environ) == count
+    said = check_visible_devices(environ)
+    assert said is None if meant is None else said.endswith(f"; write, for example, ASCEND_RT_VISIBLE_DEVICES={meant}")
+    assert check_visible_devices({**environ, "DEVICE_TARGET": "CPU"}) is None
+    assert check_visible_devices({**environ, "DEVICE_TARGET": "Ascend"}) == said
+
+
+def test_gpus_are_counted_as_cuda_counts_them():
+    counts = {"0, 1": 2, "GPU-8932f937,GPU-d72c": 2, "0,-1,1": 1, "-1": 0, "": 0}
+    assert {listed: count_devices("GPU", {"CUDA_VISIBLE_DEVICES": listed}) for listed in counts} == counts
 
 
 def test_the_newer_mindnlp_has_requirements_of_its_own():

@@ -6,7 +6,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.communication import default_group
 from mindnlp_dp.communication.backend_selection import check_world_size, choose_backend
 from mindnlp_dp.communication.transports.mindspore.collective_calls import CollectiveTimeoutError, TimeoutReportingCalls
-from mindnlp_dp.runtime.launch_env import Launch, detect_launch
+from mindnlp_dp.runtime.launch_env import RANK_TABLE, Launch, detect_launch
 
 ALONE, MPIRUN, MSRUN = Launch("none", 1), Launch("mpirun", 2), Launch("msrun", 2)
 STALE = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"}
@@ -20,6 +20,8 @@ def no_group(monkeypatch):
 STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 SRUN, SRUN_MPI, PMIX = Launch("srun", 2), Launch("srun --mpi", 2), Launch("PMIx", None, 1)
 TORCHRUN = Launch("torchrun", 2)
+ONE_TASK = {**STEP, "SLURM_NTASKS": "1"}
+TABLE, BY_TABLE = {"RANK_TABLE_FILE": "/x", "RANK_ID": "3", "DEVICE_ID": "3"}, Launch(RANK_TABLE, 8)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,25 @@ TORCHRUN = Launch("torchrun", 2)
         ({"RANK": "0", "WORLD_SIZE": ""}, ALONE),
         ({"RANK": "", "WORLD_SIZE": "2"}, ALONE),
         ({"RANK": "1", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "2"}, MPIRUN),
+        ({**TABLE, "RANK_SIZE": "8"}, BY_TABLE),
+        ({"RANK_ID": "0", "RANK_SIZE": "8"}, BY_TABLE),  # the file's name is removed by MindNLP 0.4's import
+        (TABLE, Launch(RANK_TABLE, None, 3)),  # many scripts do not export RANK_SIZE
+        ({"MINDSPORE_HCCL_CONFIG_PATH": "/x", "RANK_ID": "0"}, Launch(RANK_TABLE, None, 0)),
+        ({**TABLE, "RANK_SIZE": "1"}, ALONE),
+        # Each of these alone may be stale.
+        ({"RANK_TABLE_FILE": "/x"}, ALONE),
+        ({"RANK_TABLE_FILE": "/x", "RANK_SIZE": "8"}, ALONE),
+        ({"RANK_ID": "3", "DEVICE_ID": "3"}, ALONE),
+        ({"RANK_SIZE": "8"}, ALONE),
+        # MindSpore's cluster and our launcher set RANK_ID, too, and so does MindSpore under mpirun.
+        ({**TABLE, "RANK_SIZE": "2", "MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2"}, MSRUN),
+        ({**TABLE, "RANK_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"}, MPIRUN),
+        # In the shell of salloc.
+        ({**ONE_TASK, **TABLE, "RANK_SIZE": "8"}, BY_TABLE),
+        ({**ONE_TASK, "RANK": "1", "WORLD_SIZE": "2"}, TORCHRUN),
+        ({**ONE_TASK, "PMIX_RANK": "0", "PMI_SIZE": "1"}, ALONE),
+        # What accelerate launch and deepspeed set beside torchrun's variables.
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "ACCELERATE_USE_DEEPSPEED": "true"}, TORCHRUN),
     ],
 )
 def test_detect_launch(environ, launch):
@@ -89,6 +110,18 @@ def test_contradictions():
 def test_processes_that_cannot_meet(requested, launch, instead):
     with pytest.raises(ValueError, match=f"{launch.by} started 2 processes, which cannot meet.*; type {instead}"):
         choose_backend(requested, launch, "CPU")
+
+
+@pytest.mark.parametrize("requested", ["auto", "single", "mpi", "mindspore"])
+@pytest.mark.parametrize(("number", "several", "n"), [(8, "8", "8"), (None, "several", "N")])
+def test_a_rank_table_is_refused(requested, number, several, n):
+    said = (
+        f"{RANK_TABLE} started {several} processes, which cannot meet and would train {several} separate models; type "
+        f"mindnlp-dp run --nproc {n} script.py, or msrun --worker_num={n} --local_worker_num={n} script.py; if this is "
+        "a single process, and an earlier job left the variables: unset RANK_ID RANK_SIZE RANK_TABLE_FILE"
+    )
+    with pytest.raises(ValueError, match=f"^{said} MINDSPORE_HCCL_CONFIG_PATH$"):
+        choose_backend(requested, Launch(RANK_TABLE, number), "Ascend")
 
 
 def test_devices_are_not_reached_through_slurms_mpi():

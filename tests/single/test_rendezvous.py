@@ -97,18 +97,23 @@ def test_who_does_not_know_the_token_is_turned_away(ends, tokens):
     assert not server.is_ready
 
 
+JOIN = {
+    "say": "join", "name": "b", "slots": 1, "job": "", "version": "1", "node_rank": None, "device": "CPU",
+    "launcher": "x",
+}  # fmt: skip
+
+
 @pytest.fixture
 def meeting():
     """Return a head and a function that connects to it and joins."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop())
-    join = {"say": "join", "name": "b", "slots": 1, "job": "", "version": "1", "node_rank": None, "launcher": "x"}
+    server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop(), device="CPU")
 
     def come(**said):
         connection = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
-        connection.send({**join, **said})
+        connection.send({**JOIN, **said})
         deadline = time.monotonic() + 10
         while not connection.is_ready and time.monotonic() < deadline:
             server._loop.run_once(0.01)
@@ -117,6 +122,16 @@ def meeting():
 
     yield server, come
     server.close(0)
+
+
+def test_a_host_with_another_device_is_refused(meeting):
+    """Its ranks would wait for the others over another library."""
+    server, come = meeting
+    connection, heard = come(device="Ascend"), []
+    server._loop.run_until(lambda: bool(heard.extend(connection.receive()) or heard), 10)
+    said = "its ranks would use Ascend, and those of the endpoint's host CPU; set the same DEVICE_TARGET on every host"
+    assert heard == [{"do": "over", "code": 2, "why": said}]
+    assert server.hosts == []
 
 
 @pytest.mark.parametrize("speaks", [False, True])
@@ -195,20 +210,19 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop())
+    server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop(), device="CPU")
     try:
         with pytest.raises(LaunchError, match=f"port {port} of the endpoint cannot be listened at"):
-            RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop())
+            RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop(), device="CPU")
         noisy = socket.create_connection(("127.0.0.1", port))
         noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
         noisier = socket.create_connection(("127.0.0.1", port))
         noisier.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
         silent = socket.create_connection(("127.0.0.1", port))
         joined = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
-        said = {"say": "join", "name": "b", "slots": 1, "job": "", "version": "1", "node_rank": None, "launcher": "x"}
-        joined.send(said)
+        joined.send(JOIN)
         other = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
-        other.send({**said, "version": "2", "launcher": "y"})
+        other.send({**JOIN, "version": "2", "launcher": "y"})
         heard, deadline = [], time.monotonic() + 10
         while (not server.hosts or not any(h["do"] == "over" for h in heard)) and time.monotonic() < deadline:
             server._loop.run_once(0.01)
@@ -224,7 +238,7 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
             raise AssertionError
         # The same launcher joins over another connection: its first connection is dropped.
         again = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
-        again.send(said)
+        again.send(JOIN)
         first, deadline = server.hosts[0], time.monotonic() + 10
         while server.hosts != [] and server.hosts[0] is first and time.monotonic() < deadline:
             server._loop.run_once(0.01)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from mindnlp_dp.compat.import_hook import around
 from mindnlp_dp.runtime.devices import device_set_from_env
+from mindnlp_dp.runtime.launch_env import RANK_TABLE, detect_launch
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: MindNLP reads mindspore.common._stub_tensor.StubTensor as
@@ -39,6 +40,17 @@ def _quiet_device_target(module: types.ModuleType) -> Iterator[None]:
         yield
     if target is not None:
         module.DEVICE_TARGET = target  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.4.1. Cause: its import removes RANK_TABLE_FILE, which may be the only variable that tells
+# init_process_group() of other processes, so that it refuses to train as one of several alone.
+# Remove when: MindNLP leaves RANK_TABLE_FILE to the user.
+@around("mindnlp")
+def _keep_the_rank_table(module: types.ModuleType) -> Iterator[None]:
+    table = os.environ.get("RANK_TABLE_FILE") if detect_launch(os.environ).by == RANK_TABLE else None
+    yield
+    if table is not None:
+        os.environ["RANK_TABLE_FILE"] = table
 
 
 # Versions: MindNLP 0.4.1. Cause: with MULTI_NPU=true, importing this module starts communication, draws a random

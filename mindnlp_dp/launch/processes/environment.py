@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Optional
 
 from mindnlp_dp.runtime.job_context import JOB_VARIABLE, RESTART_COUNT_VARIABLE
+from mindnlp_dp.runtime.launch_env import RANK_TABLE_FILES
 
 # Variables that earlier jobs leave in a shell. A stale port binds the next job to a dead one, a stale
 # role makes a process of an MPI job wait for a cluster.
@@ -24,8 +25,8 @@ CLUSTER_VARIABLES = (
     "MS_TOPO_TIMEOUT",
     "RANK_ID",
     "RANK_SIZE",
-    "RANK_TABLE_FILE",
     "DEVICE_ID",
+    *RANK_TABLE_FILES,
 )
 
 _MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_")

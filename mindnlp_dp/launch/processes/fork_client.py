@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Optional
 
+from mindnlp_dp.runtime.devices import default_device
+
 # The variable with the path of the server's socket.
 VARIABLE = "MINDNLP_DP_FORK_SERVER"
 
@@ -79,10 +81,11 @@ class WorkerCall:
 def run_in_fork_server(environ: Mapping[str, str], module: str) -> Optional[int]:
     """Have a fork server do this process's work; return how its child ended, as ``os.waitstatus_to_exitcode`` does.
 
-    Return None if no server exists or it is not ready: the caller then does the work itself.
+    Return None if no server exists or it is not ready: the caller then does the work itself. CANN does not support
+    processes that are forked, so ranks that use a device do their own work, too.
     """
     path = environ.get(VARIABLE)
-    if not path or _hides_a_module():
+    if not path or default_device(environ) != "CPU" or _hides_a_module():
         return None
     connection = socket.socket(socket.AF_UNIX)
     try:

@@ -19,6 +19,7 @@ from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, find_mpirun
 from mindnlp_dp.launch.processes.run_module import command as module_command
+from mindnlp_dp.runtime.devices import default_device
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 GRACE_SECONDS = 3.0
@@ -153,7 +154,7 @@ def set_parent_death_signal(parent: int, number: int = signal.SIGTERM) -> None:
 
 def grace_seconds(environ: Mapping[str, str]) -> float:
     """Return how many seconds ranks may take to end when they are asked to."""
-    return GRACE_SECONDS if environ.get("DEVICE_TARGET", "CPU") == "CPU" else DEVICE_GRACE_SECONDS
+    return GRACE_SECONDS if default_device(environ) == "CPU" else DEVICE_GRACE_SECONDS
 
 
 def terminate(processes: Sequence[Process], grace: float, loop: EventLoop) -> None:

@@ -29,6 +29,7 @@ from mindnlp_dp.launch.processes.environment import attempt_name
 from mindnlp_dp.launch.processes.exit_status import Status, write_status
 from mindnlp_dp.launch.processes.fork_client import ENVIRON_CHANGES, changes_of, exit_like, run_in_fork_server
 from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.devices import default_device
 from mindnlp_dp.runtime.job_context import in_place_recovery_enabled, ranks_of_this_host
 from mindnlp_dp.runtime.launch_env import launched_rank
 from mindnlp_dp.runtime.threads import split_cores
@@ -57,7 +58,7 @@ def run() -> None:
     command = sys.argv[4:]
     rank = launched_rank(os.environ)
     # With cards, a block of cores may be far from the rank's card; the card's driver knows better.
-    if os.environ.get("DEVICE_TARGET", "CPU") == "CPU":
+    if default_device(os.environ) == "CPU":
         own = ranks_of_this_host(os.environ, nproc)
         os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), len(own), rank - own.start))
     log = LogFile(log_dir / f"worker_{rank}.log", os.environ)

@@ -21,6 +21,7 @@ from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.protocol import AuthenticationError, Connection
 from mindnlp_dp.launch.rendezvous.server import Rendezvous
 from mindnlp_dp.launch.termination import Termination
+from mindnlp_dp.runtime.devices import default_device
 
 _REPORT_SECONDS = 0.5
 
@@ -92,7 +93,7 @@ class HostAgent:
         self._host = LocalHost(environ, slots, loop)
         self._join = {
             "say": "join", "name": this_host_name(), "slots": slots, "job": rendezvous.job, "version": version,
-            "node_rank": node_rank, "launcher": secrets.token_hex(8),
+            "node_rank": node_rank, "device": default_device(environ), "launcher": secrets.token_hex(8),
         }  # fmt: skip
         # The connection to the endpoint; None before the first and once the endpoint is lost, which `_lost` explains.
         self._connection: Optional[Connection] = None

@@ -56,6 +56,7 @@ class RendezvousServer:
 
     Args:
         loop: event loop of this launcher, which receives the hosts' messages.
+        device: device of this host's ranks, which all hosts must use.
         one_a_host: whether to refuse a second launcher on a host, whose ranks MPI could not tell from the first one's.
 
     Attributes:
@@ -66,8 +67,11 @@ class RendezvousServer:
         TemporaryError: the launcher cannot listen at the port.
     """
 
-    def __init__(self, rendezvous: Rendezvous, version: str, loop: EventLoop, *, one_a_host: bool = False) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, version: str, loop: EventLoop, *, device: str, one_a_host: bool = False
+    ) -> None:
         self.rendezvous, self._version, self._loop, self._one_a_host = rendezvous, version, loop, one_a_host
+        self._device = device
         self.hosts: list[RemoteHost] = []
         # Callers that have not proved the token: their time of arrival and address.
         self._strangers: dict[Connection, tuple[float, str]] = {}
@@ -211,6 +215,11 @@ class RendezvousServer:
             wrong = f"it has mindnlp_dp {said['version']}, the endpoint's host {self._version}"
         elif said["job"] != self.rendezvous.job:
             wrong = f"its job is {said['job']!r}, the endpoint's {self.rendezvous.job!r} (--rdzv-id)"
+        elif said["device"] != self._device:
+            wrong = (
+                f"its ranks would use {said['device']}, and those of the endpoint's host {self._device}; set the same "
+                "DEVICE_TARGET on every host"
+            )
         elif self._one_a_host and self._has_launcher(connection):
             wrong = "this host has a launcher of this job already; start one on each, with --nproc-per-node"
         if wrong:
