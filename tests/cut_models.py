@@ -26,7 +26,7 @@ HAS_MESSAGES = not dp.get_process_group().library_without(Operation.MESSAGES)
 needs_mpi = pytest.mark.skipif(
     not IS_MPI, reason="MindSpore's CPU library has no all-to-all, and takes no message back"
 )
-needs_messages = pytest.mark.skipif(not HAS_MESSAGES, reason="MindSpore's CPU library has messages from 2.10 on")
+needs_messages = pytest.mark.skipif(not HAS_MESSAGES, reason="MindSpore's CPU library has messages from 2.8 on")
 
 
 @pytest.fixture(params=[False, pytest.param(True, id="acknowledged")])

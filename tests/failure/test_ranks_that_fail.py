@@ -344,7 +344,7 @@ for update in range(3):
 """
 
 
-@pytest.mark.skipif(mindspore_is_before("2.10"), reason="MCCL has messages between two ranks from 2.10 on")
+@pytest.mark.skipif(mindspore_is_before("2.8"), reason="MCCL has messages between two ranks from 2.8 on")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stage_that_fails_ends_the_job_where_messages_have_no_tags(launch, rank):
     job = launch(HEAD + INIT + STAGES.replace("FAILING_RANK", str(rank)), backend="mindspore")

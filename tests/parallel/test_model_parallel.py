@@ -842,7 +842,7 @@ def test_meshes_that_cannot_be(group):
             dp.init_device_mesh({"dp": n} if group.rank else {"tp": n})
         if not IS_MPI:
             if group.library_without(Operation.MESSAGES):
-                with pytest.raises(ValueError, match=r"before MindSpore 2.10, which has no messages .*; MPI has"):
+                with pytest.raises(ValueError, match=r"before MindSpore 2.8, which has no messages .*; MPI has"):
                     dp.init_device_mesh({"pp": n})
             with pytest.raises(ValueError, match="which has no all-to-all"):
                 dp.init_device_mesh({"ep": n})

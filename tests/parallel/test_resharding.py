@@ -11,7 +11,7 @@ from mindnlp_dp.parallel.resharding import MeshLayout, Resharding
 
 needs_messages = pytest.mark.skipif(
     bool(dp.get_process_group().library_without(Operation.MESSAGES)),
-    reason="MindSpore's CPU library has messages between two ranks from 2.10 on",
+    reason="MindSpore's CPU library has messages between two ranks from 2.8 on",
 )
 SPECS = ("RR", "S0R", "RS0", "S1R", "RS1", "S01R", "RS01", "S0S1", "S1S0", "S10R")
 

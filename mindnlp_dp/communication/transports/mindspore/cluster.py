@@ -69,7 +69,7 @@ def _on_one_core() -> Iterator[None]:
 
 # Groups of some of a job's ranks, and the collectives that MCCL lacks in them.
 #
-# On CPU, MCCL can only sum float32 in such a group, and send messages (from MindSpore 2.10 on). The all-gather and
+# On CPU, MCCL can only sum float32 in such a group, and send messages (from MindSpore 2.8 on). The all-gather and
 # broadcast of bytes, which training also needs, are done by sums, exactly, at twice the bytes. All-to-all is not
 # available (MindSpore 2.7 to 2.10).
 

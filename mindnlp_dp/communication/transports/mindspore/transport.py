@@ -52,8 +52,8 @@ _NOT_ON_CHIP = {"ascend910": {"bfloat16"}, "ascend310p": {"bfloat16", "int64"}}
 # 310P: HcclSend and HcclRecv are not for this chip (CANN 8.0 to 8.5).
 _LACKS = {
     "mccl": ("MindSpore's CPU library (mccl)", {Operation.ALL_TO_ALL}),
-    "mccl before 2.10": (
-        "MindSpore's CPU library (mccl) before MindSpore 2.10",
+    "mccl before 2.8": (
+        "MindSpore's CPU library (mccl) before MindSpore 2.8",
         {Operation.MESSAGES, Operation.ALL_TO_ALL},
     ),
     "nccl": ("MindSpore's library for GPUs (nccl)", {Operation.ALL_TO_ALL}),
@@ -275,7 +275,7 @@ class MindSporeTransport(Transport):
         return self.from_native(self.calls.all_to_all(self._without_bool(x), send_counts, recv_counts), x)
 
     def library_without(self, operation: Operation) -> str:
-        name = "mccl before 2.10" if self.name == "mccl" and mindspore_is_before("2.10") else self.chip or self.name
+        name = "mccl before 2.8" if self.name == "mccl" and mindspore_is_before("2.8") else self.chip or self.name
         library, lacks = _LACKS.get(name, ("", set[Operation]()))
         return library if operation in lacks and not self._is_alone else ""
 
