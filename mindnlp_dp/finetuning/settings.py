@@ -96,6 +96,7 @@ class ParallelConfig(RunConfig):
     tune_runtime: bool = setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
     kernels: str = setting("auto", "on CPU: auto, the fast kernels of this package; mindspore, its slower ones")
     matmul_precision: str = setting("auto", "on CPU: highest, or medium: products from inputs rounded to bfloat16")
+    deterministic: str = setting("auto", "on a device: true, equal bits each time; false, faster; auto: true on Ascend")
 
     def check(self) -> None:
         super().check()
@@ -106,6 +107,7 @@ class ParallelConfig(RunConfig):
             ("zero_stage", ("auto", "0", "1", "2")),
             ("kernels", ("auto", "mindspore")),
             ("matmul_precision", ("auto", "highest", "medium")),
+            ("deterministic", ("auto", "true", "false")),
             ("pipeline_schedule", SCHEDULES),
         ):
             if getattr(self, name) not in choices:
