@@ -81,6 +81,9 @@ class StandInDevice:
         # Without device="CPU", MindSpore would make these tensors on the simulated device (2.7 always does: on Ascend).
         for name in ("empty", "empty_like"):
             monkeypatch.setattr(mindspore.mint, name, functools.partial(getattr(mindspore.mint, name), device="CPU"))
+        # mint.clone has no CPU kernel.
+        monkeypatch.setattr(mindspore.mint, "clone", bound(mindspore.mint.clone, _cloned))
+        monkeypatch.setattr(mindspore.runtime, "synchronize", self._synchronized)
         for name in ("init", "release"):
             monkeypatch.setattr(communication, name, self._stand_in(getattr(communication, name), lambda **_: None))
         for name in (
@@ -128,6 +131,9 @@ class StandInDevice:
 
         return self._stand_in(real, make)
 
+    def _synchronized(self):
+        self.calls.append("synchronize")
+
     # Functions of mint, which work in place.
 
     def _all_reduce(self, tensor, op, group, async_op):
@@ -173,6 +179,10 @@ class StandInDevice:
         received = self._sent.pop(0)
         assert (list(received.shape), received.dtype) == (shape, dtype)
         return received
+
+
+def _cloned(input):
+    return input.copy() if input.dtype == mindspore.bfloat16 else ops.deepcopy(input)
 
 
 def _reduced(x, op):

@@ -85,7 +85,7 @@ class ParallelConfig(RunConfig):
         False, "every rank writes its part of the optimizer state; needs a shared folder"
     )
     resume: bool = setting(False, "resume from the newest checkpoint in output_dir, if it has one")
-    bucket_cap_mb: float = setting(2.0, "maximum size of a gradient bucket, in MiB")
+    bucket_cap_mb: float = setting(0.0, "maximum size of a gradient bucket, in MiB; 0: 2 on CPUs, 25 on devices")
     overlap: str = setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
     compression: str = setting("", "gradient compression: fp16, bf16 or powersgd; empty: none")
     powersgd_rank: int = setting(4, "the rank of PowerSGD's approximation")
@@ -128,9 +128,9 @@ class ParallelConfig(RunConfig):
         self.check_at_least(1, "powersgd_rank")
         for name in ("micro_batch_size", "save_steps"):
             self.check_at_least(0, name)
-        if not self.bucket_cap_mb > 0:
+        if not self.bucket_cap_mb >= 0:
             raise InputError(
-                f"bucket_cap_mb must be positive, got {self.bucket_cap_mb}; "
+                f"bucket_cap_mb must be positive, or 0 for the default, got {self.bucket_cap_mb}; "
                 "benchmarks/bench_bucket_cap.py says what suits this machine"
             )
 

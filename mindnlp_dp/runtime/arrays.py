@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mindnlp_dp.runtime import heartbeat
+
 _CACHE_LINE_BYTES = 64
 
 
@@ -58,9 +60,26 @@ class HostTensor(NamedTuple):
         return from_host(*value) if isinstance(value, HostTensor) else value
 
 
+def read(x: Any) -> np.ndarray:
+    """Return the values of a tensor like :func:`to_host`; the launcher sees that this rank waits for its device.
+
+    On a device, a host read waits until all work on all of its streams is done, so also for collectives that other
+    ranks have not begun. (MindSpore 2.7's ``Tensor.asnumpy`` synchronizes the default stream, that of communication
+    and all others.)
+    """
+    import mindspore
+
+    if mindspore.get_context("device_target") == "CPU":
+        return to_host(x)
+    with heartbeat.waiting("the device"):
+        return to_host(x)
+
+
 def number_of(x: Any) -> float:
     """Return a number, or the only element of a tensor, as a float; MindNLP 0.5's own ``float(tensor)`` rounds it."""
-    return float(to_host(x)) if hasattr(x, "asnumpy") or isinstance(x, np.ndarray) else float(x)
+    if hasattr(x, "asnumpy"):
+        return read(x).item()
+    return x.item() if isinstance(x, np.ndarray) else float(x)
 
 
 def aligned_zeros(numel: int, dtype: Any) -> np.ndarray:
@@ -76,16 +95,20 @@ def aligned_zeros(numel: int, dtype: Any) -> np.ndarray:
 def copy_of(x: Any) -> Any:
     """Return a copy of a tensor, made by one operator; ``Tensor.copy()`` runs three for floats.
 
-    A bfloat16 tensor needs all three: MindSpore 2.8's Identity operator for CPU does not support it.
+    On Ascend, ``ops.deepcopy`` compiles a graph for each shape and copies a view twice; ``mint.clone`` does neither,
+    but MindSpore 2.8 and 2.10 have no kernel of it for CPUs. On a CPU, a bfloat16 tensor needs ``Tensor.copy()``,
+    because MindSpore 2.8's Identity operator does not support it.
     """
     import mindspore
 
+    if mindspore.get_context("device_target") == "Ascend":
+        return mindspore.mint.clone(x)
     return x.copy() if x.dtype == mindspore.bfloat16 else mindspore.ops.deepcopy(x)
 
 
 def set_weight(weight: Any, value: Any) -> None:
     """Overwrite a parameter or buffer with a tensor of the same shape and type."""
-    # Not ops.assign: a buffer may be a view (BERT's position_ids is one).
+    # Not MindSpore's Assign operator: a buffer may be a view (BERT's position_ids is one).
     weight.set_data(value) if hasattr(weight, "set_data") else weight.assign_value(value)
 
 
@@ -147,7 +170,7 @@ class DeviceInspection(Inspection):
         from mindspore import float32, ops
 
         bad = [ops.logical_not(ops.isfinite(x)).astype(float32).sum() for x in arrays]
-        return not float(ops.stack(bad).sum().asnumpy())
+        return not number_of(ops.stack(bad).sum())
 
     def fingerprint(self, gradient: Any) -> Any:
         from mindspore import float32, ops

@@ -128,6 +128,34 @@ def test_twenty_updates_are_those_of_an_undivided_one(group, calls, optimizer, z
     assert everyone == [everyone[0]] * group.world_size
 
 
+@pytest.fixture
+def as_on_a_device(group, monkeypatch):
+    monkeypatch.setattr(type(group), "on_device", True)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_stages_0_and_1_are_equal_to_the_bit_with_clipping(group, as_on_a_device, optimizer, max_norm):
+    jobs = [Job(group, optimizer, zero_stage) for zero_stage in (0, 1)]
+    first, second = (job.run(10, max_norm=max_norm) for job in jobs)
+    assert first == second
+    assert (min(first) > max_norm) is (max_norm == 0.5)
+    for mine, other in zip(*(job.weights() for job in jobs)):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_stage_2_is_equal_to_the_bit_without_clipping_and_to_rounding_with_it(group, as_on_a_device):
+    """Check what its norm, which is summed in slices, changes; here its sums over the ranks are those of stage 0."""
+    for max_norm in (1e9, 0.5):
+        job, reference = Job(group, "adam", 2), Job(group, "adam", 0)
+        np.testing.assert_allclose(job.run(10, max_norm=max_norm), reference.run(10, max_norm=max_norm), rtol=1e-6)
+        for mine, other in zip(job.weights(), reference.weights()):
+            if max_norm == 1e9:
+                np.testing.assert_array_equal(mine, other)
+            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
 def test_state_is_divided(group):
     job = Job(group)
     job.run(1)
