@@ -4,8 +4,11 @@ Losses stay on the device until then: whether one is NaN is a tensor, by which i
 gradient synchronizer calls it after it has launched the exchange of the buckets, so that the sum of squares of the
 averaged gradients, which clipping needs, is read together with the sums over the ranks::
 
-    summed over the ranks │ used parameters, weight │ skipped, samples, notes │ bad losses, changes │ squares of slices
-    of this rank          │ its losses │ squares of whole gradients
+    summed over the ranks │ used parameters, weight │ skipped, samples, notes │ bad losses, changes, squares
+    of this rank          │ its losses
+
+Every rank clips by the same norm, even if each has computed the squares of the same gradients with other last bits, as
+a device that is not deterministic may do: then it is the mean of the ranks' values.
 """
 
 from __future__ import annotations
@@ -107,14 +110,16 @@ class DeviceHeader:
             own.append(losses)
         is_tensor = isinstance(changed, mindspore.Tensor)
         parts = [first, Tensor(numbers), bad, changed if is_tensor else Tensor(np.array([changed], np.float32))]
-        total = ops.stack(list(squares)).sum().reshape(1) if squares else Tensor(np.zeros(1, np.float32))
-        (parts if are_slices else own).append(total)
+        if squares:
+            share = 1.0 if are_slices else 1.0 / group.world_size
+            parts.append((ops.stack(list(squares)).sum() * share).reshape(1))
+        else:
+            parts.append(Tensor(np.zeros(1, np.float32)))
         sums = group.all_reduce(ops.cat(parts), every_step=True)
         values = read(ops.cat([sums, *own]))
-        # In the order of the parts: what is summed, and then this rank's own.
-        ends = np.cumsum([len(counted), len(numbers), 1, 1, int(are_slices), len(self._losses)])
-        row, others, num_bad, num_changed, of_slices, of_losses, rest = np.split(values, ends)
+        ends = np.cumsum([len(counted), len(numbers), 1, 1, 1])
+        row, others, (num_bad,), (num_changed,), (total,), of_losses = np.split(values, ends)
         return HeaderValues(
-            row[:-1], float(row[-1]), others, round(float(num_bad[0])), float(num_changed[0]), of_losses.tolist(),
-            float((of_slices if are_slices else rest)[0]),
+            row[:-1], float(row[-1]), others, round(float(num_bad)), float(num_changed), of_losses.tolist(),
+            float(total),
         )  # fmt: skip

@@ -207,7 +207,7 @@ class MindNLPUpdater(Updater):
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         # MindNLP computes the norm in the gradients' type: in float16, 10000 elements of value 3 overflow. On a device
-        # it would be one more wait; the norm of the exchange is that of every zero_stage whose gradients are whole.
+        # it would be one more wait, and another norm than that of the other zero_stages.
         is_known = self._sum_of_squares is not None
         if is_known or not self._scope.is_whole or any(p.dtype != mindspore.float32 for p in self.parameters):
             return super().clip(gradients, max_norm)

@@ -136,24 +136,20 @@ def as_on_a_device(group, monkeypatch):
 @pytest.mark.core
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_stages_0_and_1_are_equal_to_the_bit_with_clipping(group, as_on_a_device, optimizer, max_norm):
-    jobs = [Job(group, optimizer, zero_stage) for zero_stage in (0, 1)]
-    first, second = (job.run(10, max_norm=max_norm) for job in jobs)
-    assert first == second
-    assert (min(first) > max_norm) is (max_norm == 0.5)
-    for mine, other in zip(*(job.weights() for job in jobs)):
-        np.testing.assert_array_equal(mine, other)
+def test_the_two_updaters_of_a_device_agree(group, as_on_a_device, optimizer, max_norm):
+    """Check that stages 0 and 1 clip by the same norm, to the bit, and that the weights of all stages agree.
 
-
-def test_stage_2_is_equal_to_the_bit_without_clipping_and_to_rounding_with_it(group, as_on_a_device):
-    """Check what its norm, which is summed in slices, changes; here its sums over the ranks are those of stage 0."""
-    for max_norm in (1e9, 0.5):
-        job, reference = Job(group, "adam", 2), Job(group, "adam", 0)
-        np.testing.assert_allclose(job.run(10, max_norm=max_norm), reference.run(10, max_norm=max_norm), rtol=1e-6)
-        for mine, other in zip(job.weights(), reference.weights()):
-            if max_norm == 1e9:
-                np.testing.assert_array_equal(mine, other)
-            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+    Weights agree to rounding: a kernel may round the elements at the end of a slice in another way.
+    """
+    jobs = {zero_stage: Job(group, optimizer, zero_stage) for zero_stage in (0, 1, 2)}
+    norms = {zero_stage: job.run(10, max_norm=max_norm) for zero_stage, job in jobs.items()}
+    assert norms[0] == norms[1]
+    # Those of stage 2 are summed in slices.
+    np.testing.assert_allclose(norms[2], norms[0], rtol=1e-6)
+    assert (min(norms[0]) > max_norm) is (max_norm == 0.5)
+    assert group.all_gather_object(norms) == [norms] * group.world_size
+    for zero_stage in (1, 2):
+        assert_close(jobs[zero_stage], jobs[0])
 
 
 def test_state_is_divided(group):
