@@ -23,12 +23,11 @@ _IS_OF_AN_ARGUMENT = re.compile(r"(argument|input|parameter) .*(removed|deprecat
 
 # Each deprecated call, and why it stays; when MindSpore 2.7 and 2.8 are no longer supported, look again.
 REASONS = {
-    "mindspore.get_context": "its replacement, get_current_device, reads another setting, which set_context may not change",
+    "mindspore.get_context": "its replacement, get_current_device, reads another setting than set_context sets",
     "mindspore.dtype_to_nptype": "not a call: compat/mindspore_api.py replaces it",
     "ops.deepcopy": "on a CPU only: Clone, which mint.clone calls, has no kernel there in 2.8 and 2.10",
     "Tensor.astype": "announced for a version after 2.9; the replacement, Tensor.to, has other arguments until then",
     "Tensor.assign_value": "its replacement, Tensor.copy_, is documented for Ascend only",
-    "Tensor.from_numpy": "in 2.7 and 2.8 no other function shares the memory of an array",
 }
 
 

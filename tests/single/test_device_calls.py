@@ -376,6 +376,46 @@ def test_a_parameter_that_only_a_bad_micro_step_used_has_no_gradient(group, para
     assert [mean is None for mean in means] == [False, True, False, False, False]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_error_of_the_device_comes_with_the_next_read_and_leaves_no_partial_window(
+    device, group, parameters, overlap
+):
+    sync = GradientSynchronizer(parameters, group, overlap=overlap, bucket_cap_mb=1e-3)
+    for _ in range(3):
+        window(sync, parameters, 1.0)
+    with sync.backward(4.0):
+        gradients = backward(parameters, 2.0)
+        device.fail("HcclAllReduce failed")
+    sync.accumulate(gradients, 4.0)
+    with pytest.raises(RuntimeError, match="HcclAllReduce failed"):
+        sync.reduce()
+    for shape, mean in zip(SHAPES, window(sync, parameters, 3.0)):
+        np.testing.assert_array_equal(mean.asnumpy(), np.full(shape, 3, np.float32))
+    assert sync.total_weight == 2 * 4.0
+
+
+def test_the_result_of_an_asynchronous_sum_is_not_there_before_the_stream_waits(monkeypatch):
+    StandInDevice(monkeypatch, "Ascend")
+    x = mindspore.Tensor(np.ones(3, np.float32))
+    handle = mindspore.mint.distributed.all_reduce(x, async_op=True)
+    too_early = x * 1
+    handle.wait()
+    assert np.isnan(too_early.asnumpy()).all()
+    np.testing.assert_array_equal(x.asnumpy(), 2)
+
+
+@pytest.mark.parametrize("target", ["Ascend", "GPU"])
+def test_sums_that_differ_in_the_last_bit_are_no_change_of_a_gradient(monkeypatch, parameters, target):
+    """Check a device that is not deterministic, which adds the same gradient to other bits the second time."""
+    StandInDevice(monkeypatch, target, is_deterministic=False)
+    x = mindspore.Tensor(np.full(3, 0.1, np.float32))
+    assert float(x.sum().asnumpy()) != float(x.sum().asnumpy())
+    sync = GradientSynchronizer(parameters, ProcessGroup(MindSporeTransport()), overlap=True)
+    for value in (0.1, 0.2, 0.3):
+        window(sync, parameters, value)
+    assert sync.overlap.state is OverlapState.ON
+
+
 # Sharded updates (ZeRO).
 
 
