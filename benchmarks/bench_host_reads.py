@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Count the host reads of a forward and backward pass, and of an update, as a device would make them.
+"""Count the host reads of a forward and backward pass, and of an update of a custom loop, as a device would make them.
 
 A host read (``asnumpy``, ``item``, ``float(tensor)``) makes the host wait until a device has done all that was launched
 before it. The models run on a CPU with MindSpore's kernels, and MindSpore says that the device is an NPU, so that the
-code that a device runs is chosen. A read belongs to the code that makes it: MindNLP, or this package::
+code that a device runs is chosen. A read belongs to the code that makes it: MindNLP, or this package. An update runs on
+the simulated device of two ranks of the tests, with AdamW, clipping and overlap::
 
     python benchmarks/bench_host_reads.py
 """
@@ -21,7 +22,7 @@ from typing import Any, Optional
 
 import mindspore
 import numpy as np
-from common import print_table, write_json
+from common import ROOT, print_table, write_json
 
 import mindnlp_dp as dp
 
@@ -126,6 +127,35 @@ def reads_of(make: Any) -> collections.Counter[tuple[str, str]]:
     return found
 
 
+def reads_of_update(micro_steps: int) -> int:
+    """Return the host reads of an update with this many micro-batches, after the first updates."""
+    import pytest
+    from mindnlp.core import nn, optim
+
+    from mindnlp_dp.communication.process_group import ProcessGroup
+    from mindnlp_dp.communication.transports.mindspore.transport import MindSporeTransport
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    from stand_in_device import StandInDevice
+
+    with pytest.MonkeyPatch.context() as patch:
+        StandInDevice(patch, "Ascend")
+        weights = [nn.Parameter(mindspore.Tensor(np.ones((20, 10), np.float32))) for _ in range(3)]
+        step = dp.make_train_step(
+            lambda x: sum((weight * weight).sum() for weight in weights) * x.mean(),
+            optim.AdamW(weights, lr=1e-3), weights, group=ProcessGroup(MindSporeTransport()), overlap=True,
+            accumulation_steps=micro_steps, max_grad_norm=1.0,
+        )  # fmt: skip
+        batch = mindspore.Tensor(np.ones((4, 2), np.float32))
+        window = batch if micro_steps == 1 else [batch] * micro_steps
+        # In the first updates losses are compared, and the order of the gradients is learned.
+        for _ in range(6):
+            step(window)
+        with counted_reads() as found:
+            step(window)
+    return sum(found.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
@@ -142,7 +172,9 @@ def main() -> None:
                 print(f"{name}: {count} x {place}")
     rows = [[name, str(found["mindnlp"]), str(found["mindnlp_dp"])] for name, found in results.items()]
     print_table(["forward + backward, 2 layers", "host reads of MindNLP", "of this package"], rows)
-    write_json(args.json, {"models": results})
+    updates = {str(micro_steps): reads_of_update(micro_steps) for micro_steps in (1, 4)}
+    print_table(["micro-batches per update", "host reads per update"], list(updates.items()))
+    write_json(args.json, {"models": results, "updates": updates})
 
 
 if __name__ == "__main__":

@@ -28,3 +28,7 @@ def test_no_patch_reads_from_the_device_in_a_forward_and_backward_pass(counts, m
     assert counts["models"][model]["mindnlp_dp"] == 0
     assert counts["models"][model]["other"] == 0
     assert sum(counts["models"][model].values()) == {"BERT": 1, "RoBERTa": 1, "OPT": 2}.get(model, 0)
+
+
+def test_an_update_makes_one_host_read_for_any_number_of_micro_batches(counts):
+    assert counts["updates"] == {"1": 1, "4": 1}
