@@ -3,6 +3,17 @@
 Every call to MindSpore's communication must match the signature in the installed MindSpore, and is refused if its
 documentation does not name the device. Types and layouts that a version of MindSpore or a chip refuses are refused
 here, too. This process is rank 0; the simulated rank 1 has the same tensors.
+
+The device is lazy, as MindSpore's streams are:
+
+- The result of an asynchronous collective is NaN until ``wait()``, which makes the stream of the operators wait for
+  that of communication (MindSpore 2.7, ``CommHandle::Wait`` in comm_handle.cc): operators that run after it see the
+  sum, operators that ran before it do not.
+- An error of a collective or an operator (:meth:`StandInDevice.fail`) is raised by the next host read, which waits for
+  all streams (MindSpore 2.7, ``AscendDeviceAddress::SyncStream``), and not by the call.
+
+With ``is_deterministic=False``, sums may have other last bits each time (``mindspore.set_deterministic``: "the same
+output is generated if an operator is executed multiple times" in that mode only).
 """
 
 from __future__ import annotations
@@ -10,10 +21,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import re
 import threading
 
 import mindspore
+import numpy as np
 from mindspore import _c_expression, communication, ops
 from mindspore.communication.comm_func import CommHandle
 from mindspore.mint import distributed
@@ -123,9 +136,13 @@ class StandInDevice:
         chip: name of the chip; empty for a GPU.
     """
 
-    def __init__(self, monkeypatch, target, *, version=(2, 10), chip="ascend910b"):
+    def __init__(self, monkeypatch, target, *, version=(2, 10), chip="ascend910b", is_deterministic=True):
         self.calls, self.types, self.groups = [], [], {}
         self._sent = []
+        self._error = None
+        self._read_lazily(monkeypatch)
+        if not is_deterministic:
+            self._sum_in_any_order(monkeypatch)
         self.chip = chip if target == "Ascend" else ""
         self._target, self._version = target, version
         monkeypatch.setattr(_c_expression, "MSContext", ContextOfChip(self.chip))
@@ -136,6 +153,9 @@ class StandInDevice:
         # Without device="CPU", MindSpore would make these tensors on the simulated device (2.7 always does: on Ascend).
         for name in ("empty", "empty_like"):
             monkeypatch.setattr(mindspore.mint, name, functools.partial(getattr(mindspore.mint, name), device="CPU"))
+        # mint.clone has no CPU kernel.
+        monkeypatch.setattr(mindspore.mint, "clone", bound(mindspore.mint.clone, _cloned))
+        monkeypatch.setattr(mindspore.runtime, "synchronize", self._synchronized)
         for name in ("init", "release", "destroy_group"):
             monkeypatch.setattr(communication, name, self._stand_in(getattr(communication, name), lambda **_: None))
         create_group = self._stand_in(communication.create_group, self._create_group)
@@ -210,13 +230,53 @@ class StandInDevice:
 
         return self._stand_in(real, make)
 
+    def _synchronized(self):
+        self.calls.append("synchronize")
+        self._raise()
+
+    # Laziness, and sums that are not deterministic.
+
+    def fail(self, message):
+        """Let what is launched next fail: the next host read, or synchronization, raises RuntimeError."""
+        self._error = message
+
+    def _raise(self):
+        error, self._error = self._error, None
+        if error is not None:
+            raise RuntimeError(error)
+
+    def _read_lazily(self, monkeypatch):
+        for name in HOST_READS:
+            real = getattr(mindspore.Tensor, name)
+
+            def read(tensor, *args, _real=real, **kwargs):
+                self._raise()
+                return _real(tensor, *args, **kwargs)
+
+            monkeypatch.setattr(mindspore.Tensor, name, read)
+
+    def _sum_in_any_order(self, monkeypatch):
+        real, count = mindspore.Tensor.sum, itertools.count()
+
+        def summed(tensor, *args, **kwargs):
+            total = real(tensor, *args, **kwargs)
+            is_other = total.dtype == mindspore.float32 and next(count) % 3 == 1
+            return total * mindspore.Tensor(np.nextafter(np.float32(1), np.float32(2))) if is_other else total
+
+        monkeypatch.setattr(mindspore.Tensor, "sum", summed)
+
     # Functions of mint, which work in place.
 
     def _all_reduce(self, tensor, op, group, async_op):
-        def end():
-            tensor.assign_value(_reduced(tensor, op))
+        total = _reduced(tensor, op)
 
-        return Handle(end) if async_op else end()
+        def end():
+            tensor.assign_value(total)
+
+        if not async_op:
+            return end()
+        _spoil(tensor)
+        return Handle(end)
 
     def _broadcast(self, tensor, src, group, async_op):
         """Do nothing: the other rank has the same tensor."""
@@ -230,10 +290,15 @@ class StandInDevice:
     def _reduce_scatter_tensor(self, output, input, op, group, async_op):
         assert (2 * output.shape[0], output.dtype) == (input.shape[0], input.dtype)
 
-        def end():
-            output.assign_value(_reduced(input, op)[: len(output)].copy())
+        total = _reduced(input, op)[: len(output)].copy()
 
-        return Handle(end) if async_op else end()
+        def end():
+            output.assign_value(total)
+
+        if not async_op:
+            return end()
+        _spoil(output)
+        return Handle(end)
 
     def _all_gather_into_tensor(self, output_tensor, input_tensor, group, async_op):
         assert (output_tensor.shape[0], output_tensor.dtype) == (2 * input_tensor.shape[0], input_tensor.dtype)
@@ -266,6 +331,16 @@ class StandInDevice:
         received = self._sent.pop(0)
         assert (list(received.shape), received.dtype) == (shape, dtype)
         return received
+
+
+def _spoil(tensor):
+    """Overwrite a tensor with NaN until its stream has the result; integers have none."""
+    if tensor.dtype in (mindspore.float64, mindspore.float32, mindspore.float16, mindspore.bfloat16):
+        tensor.assign_value((ops.zeros_like(tensor).astype(mindspore.float32) * float("nan")).astype(tensor.dtype))
+
+
+def _cloned(input):
+    return input.copy() if input.dtype == mindspore.bfloat16 else ops.deepcopy(input)
 
 
 def _reduced(x, op):

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, from_numpy
 from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.process_group import ProcessGroup
@@ -75,7 +75,7 @@ def _part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 def _gathered(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     whole, _ = gather_rows(np.moveaxis(x.asnumpy(), dim, 0), group)
-    return Tensor.from_numpy(np.ascontiguousarray(np.moveaxis(whole, 0, dim)))
+    return from_numpy(np.ascontiguousarray(np.moveaxis(whole, 0, dim)))
 
 
 def gather_rows(rows: np.ndarray, group: ProcessGroup) -> tuple[np.ndarray, list[int]]:

@@ -65,6 +65,11 @@ class GradientAccumulator(abc.ABC):
         last_window: The cost of the last window.
         channel: The channel that transports the gradients.
         order: The order in which gradients are packed, if it affects the last bits of the result; else None.
+        defers_losses: Whether :meth:`accumulate` takes losses that a device is still computing. They are read with the
+            header, so that a window waits for the device once.
+        losses: The values of the last window's losses that :meth:`accumulate` was given, in this order.
+        sum_of_squares: The sum of squares of the last window's averaged gradients, over all of their elements on all
+            ranks, if it was read with the header; else None.
     """
 
     names: list[str]
@@ -73,6 +78,9 @@ class GradientAccumulator(abc.ABC):
     channel: Channel
     last_window: ExchangeStats
     order: Optional[Sequence[int]] = None
+    defers_losses = False
+    losses: Sequence[float] = ()
+    sum_of_squares: Optional[float] = None
     seconds = 0.0
     num_bytes = num_calls = 0
     _exchange_is_off = False
@@ -133,8 +141,13 @@ class GradientAccumulator(abc.ABC):
         """Repack the buckets if a new order was learned; called after the window's update. A collective."""
 
     @abc.abstractmethod
-    def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
+    def accumulate(
+        self, gradients: Sequence[Optional[Any]], weight: float = 1.0, *, loss: Optional[Any] = None
+    ) -> None:
         """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
+
+        With a ``loss``, a scalar tensor (only if :attr:`defers_losses`), the micro-batch is left out as by :meth:`skip`
+        if the loss turns out to be NaN or infinite.
 
         Raises:
             ValueError: If the number of gradients or a shape is wrong, or the weight is negative or not finite.
@@ -212,7 +225,9 @@ class BufferedAccumulator(GradientAccumulator):
         self._spans.clear()
         self._clear()
 
-    def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
+    def accumulate(
+        self, gradients: Sequence[Optional[Any]], weight: float = 1.0, *, loss: Optional[Any] = None
+    ) -> None:
         if len(gradients) != len(self.parameters):
             raise ValueError(
                 f"expected {len(self.parameters)} gradients, one for each parameter, got {len(gradients)} "
@@ -232,9 +247,13 @@ class BufferedAccumulator(GradientAccumulator):
                 )
         # With a weight of zero nothing may be added: zero times NaN would be NaN.
         if weight > 0:
-            self._weight += weight
-            self._used[[index for index, gradient in enumerate(gradients) if gradient is not None]] = 1
+            self._count(gradients, weight, loss)
             self._add(gradients, weight)
+
+    def _count(self, gradients: Sequence[Optional[Any]], weight: float, loss: Optional[Any]) -> None:
+        assert loss is None, "a loss is deferred on devices only"
+        self._weight += weight
+        self._used[[index for index, gradient in enumerate(gradients) if gradient is not None]] = 1
 
     def check_shapes(self) -> None:
         for name, parameter, shape in zip(self.names, self.parameters, self._shapes):
@@ -318,7 +337,7 @@ class MicroStep:
     """The result of one forward and backward pass on this rank.
 
     Attributes:
-        loss: the mean loss of the micro-batch.
+        loss: the mean loss of the micro-batch; if the exchange defers losses, perhaps a scalar tensor.
         gradients: gradients in the order of the synchronizer's parameters; None if the micro-batch has no weight and
             was not computed.
         weight: the weight of the loss in the mean over ranks and micro-batches.
@@ -330,7 +349,7 @@ class MicroStep:
         num_samples: number of samples in the micro-batch.
     """
 
-    loss: float
+    loss: Any
     gradients: Optional[Sequence[Optional[Any]]]
     weight: float
     indices: Optional[np.ndarray] = None

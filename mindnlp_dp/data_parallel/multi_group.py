@@ -49,7 +49,10 @@ class MultiGroupExchange(GradientAccumulator):
     def num_skipped(self) -> int:
         return self.windows[0].num_skipped
 
-    def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
+    def accumulate(
+        self, gradients: Sequence[Optional[Any]], weight: float = 1.0, *, loss: Optional[Any] = None
+    ) -> None:
+        assert loss is None, "windows of several groups need each loss at once"
         for window, places, weight_of in zip(self.windows, self.places, self._weights_of):
             window.accumulate([gradients[place] for place in places], weight_of(weight))
 

@@ -31,14 +31,17 @@ import numpy as np
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.accumulation import BufferedAccumulator
 from mindnlp_dp.data_parallel.buckets.base import Bucket, exchange_buckets
+from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
 from mindnlp_dp.data_parallel.buckets.factory import make_buckets
 from mindnlp_dp.data_parallel.buckets.layout import check_bucket_cap_mb, completed_order, first_order, pack_buckets
+from mindnlp_dp.data_parallel.device_header import DeviceHeader
 from mindnlp_dp.data_parallel.overlap import Overlap
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK, PowerSGD, check_powersgd_rank, is_compressed
 from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.versions import mindnlp_series
 
-DEFAULT_BUCKET_CAP_MB = 2.0
+# The size of a bucket that fits a core's cache; and, for devices, that of PyTorch's DDP, with few calls per update.
+DEFAULT_BUCKET_CAP_MB, DEVICE_BUCKET_CAP_MB = 2.0, 25.0
 
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 
@@ -54,7 +57,8 @@ class GradientSynchronizer(BufferedAccumulator):
     """Averages gradients in buckets of ``bucket_cap_mb`` MiB, with one all-reduce per bucket that any rank used.
 
     Args:
-        bucket_cap_mb: The maximum size of a bucket; ``benchmarks/bench_bucket_cap.py`` finds the best for a machine.
+        bucket_cap_mb: The maximum size of a bucket; None is 2 on CPUs, and 25 on devices.
+            ``benchmarks/bench_bucket_cap.py`` finds the best for a machine.
         overlap: Whether buckets are exchanged during the backward pass: True, False, or "auto" for a short trial in
             the first windows that keeps the faster way. The result is the same.
         compression: None for exact sums; "fp16" or "bf16" halves the bytes sent, and rounds them (no effect within a
@@ -77,7 +81,7 @@ class GradientSynchronizer(BufferedAccumulator):
         parameters: Iterable[Any],
         group: Optional[ProcessGroup] = None,
         *,
-        bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+        bucket_cap_mb: Optional[float] = None,
         overlap: Union[bool, str] = "auto",
         compression: Optional[str] = None,
         powersgd_rank: int = DEFAULT_RANK,
@@ -94,7 +98,8 @@ class GradientSynchronizer(BufferedAccumulator):
         self.compression, self._wire = compression, compression
         if compression == "powersgd":
             self._powersgd, self._wire = self._make_powersgd(check_powersgd_rank(powersgd_rank)), None
-        self.bucket_cap_mb = check_bucket_cap_mb(bucket_cap_mb)
+        default = DEVICE_BUCKET_CAP_MB if self.group.on_device else DEFAULT_BUCKET_CAP_MB
+        self.bucket_cap_mb = check_bucket_cap_mb(default if bucket_cap_mb is None else bucket_cap_mb)
         self.pack_in_order(first_order(len(self.parameters)))
         self._hides = not any(b.is_asynchronous for b in self.buckets)
         self.overlap = Overlap(self.parameters, overlap, self.channel, on_device=self.group.on_device)
@@ -102,15 +107,21 @@ class GradientSynchronizer(BufferedAccumulator):
         reason = reason or ("PowerSGD needs whole gradients" if self._powersgd else "")
         if reason := reason or ("" if self.buckets else "there is nothing to exchange"):
             self.overlap.turn_off(reason)
+        # PowerSGD computes on the host, and so needs each loss at once.
+        self.defers_losses = self.group.on_device and self._powersgd is None and bool(self.buckets)
+        self._header: Optional[DeviceHeader] = DeviceHeader() if self.defers_losses else None
         self._is_exchanged = False
         # Whether results stay in the buckets; the order to repack in after they have been used.
         self._in_place = False
         self._next_order: Optional[Sequence[int]] = None
         # Gradients accumulated since Bucket.keep(); the weight of a micro-batch that the hooks sent, but that the
-        # caller has not accumulated yet.
-        self._late: list[tuple[Sequence[Optional[Any]], float]] = []
+        # caller has not accumulated yet. Of a late micro-batch also the number of its deferred loss.
+        self._late: list[tuple[Sequence[Optional[Any]], float, Optional[int]]] = []
         self._sent_weight: Optional[float] = None
         self._has_compared = False
+        # Of the micro-batch that is accumulated: whether it counts, a tensor, and the number of its loss, if deferred.
+        self._counts: Optional[Any] = None
+        self._deferred: Optional[int] = None
 
     def _make_powersgd(self, rank: int) -> Optional[PowerSGD]:
         kinds = enumerate(zip(self._shapes, self._dtypes))
@@ -150,7 +161,7 @@ class GradientSynchronizer(BufferedAccumulator):
         else:
             for bucket in self.buckets:
                 bucket.scatter = self.scatter
-            self.overlap.begin(self.buckets, weight, self._weight)
+            self.overlap.begin(self.buckets, weight, self._weight_so_far)
             self._sent_weight = weight if self.overlap.is_open else None
         try:
             yield
@@ -162,14 +173,29 @@ class GradientSynchronizer(BufferedAccumulator):
         finally:
             self.overlap.end_backward()
 
-    def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
+    @property
+    def _weight_so_far(self) -> float:
+        """Return the weight of this window if all of its deferred losses are finite."""
+        return self._weight + (0.0 if self._header is None else self._header.weight)
+
+    def accumulate(
+        self, gradients: Sequence[Optional[Any]], weight: float = 1.0, *, loss: Optional[Any] = None
+    ) -> None:
         """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
 
         Raises:
             ValueError: If the number of gradients or a shape is wrong, or the weight is negative or not finite.
         """
         self.channel.check_open(self.group.rank)
-        super().accumulate(gradients, weight)
+        super().accumulate(gradients, weight, loss=loss)
+
+    def _count(self, gradients: Sequence[Optional[Any]], weight: float, loss: Optional[Any]) -> None:
+        self._counts, self._deferred = None, None
+        if loss is None or self._header is None:
+            super()._count(gradients, weight, loss)
+        else:
+            self._counts = self._header.add(loss, weight, [gradient is not None for gradient in gradients])
+            self._deferred = self._header.last
 
     def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
         overlap = self.overlap
@@ -180,7 +206,7 @@ class GradientSynchronizer(BufferedAccumulator):
                 self._has_compared = True
             return
         # Gradients are kept until the window ends, because the exchange may have to be repeated.
-        self._late.append((list(gradients), weight))
+        self._late.append((list(gradients), weight, self._deferred))
         if weight != self._sent_weight:
             overlap.problem = overlap.problem or "a micro-step came after the last one, or weighed something else"
             return
@@ -194,26 +220,35 @@ class GradientSynchronizer(BufferedAccumulator):
     def _put(self, index: int, gradient: Any, weight: float) -> None:
         if self._powersgd is not None and index in self._powersgd:
             self._powersgd.put(index, gradient, weight)
+            return
+        bucket = self._bucket_of[index]
+        if self._counts is None:
+            bucket.put(index, gradient, weight)
         else:
-            self._bucket_of[index].put(index, gradient, weight)
+            assert isinstance(bucket, DeviceBucket), "losses are deferred on devices only"
+            bucket.put(index, gradient, weight, self._counts)
 
     def _reduce(self) -> list[Optional[Any]]:
         self.channel.check_open(self.group.rank)
         if self.scatter and self.overlap.is_sending and not self._in_place:
             raise RuntimeError("gradients were exchanged for an update that is divided: reduce_in_place() takes them")
-        if self.overlap.is_sending:
+        if self._header is not None and not self.overlap.is_open:
+            for bucket in self.buckets:
+                bucket.scatter = self.scatter and self._in_place
+        # On a device all buckets are exchanged before the header is read, which then has the norm of their sums.
+        if self.overlap.is_sending or self._header is not None:
             try:
-                self._spans += self.overlap.finish(self.buckets, self._weight)
+                self._spans += self.overlap.finish(self.buckets, self._weight_so_far)
             except BaseException as error:
                 self.channel.abandon(error)
                 raise
             self._is_exchanged = True
         has_problem, has_nonfinite_peer = self.overlap.problem is not None, self._sent_weight is not None
         notes = [has_problem, has_nonfinite_peer, self._has_compared and not has_problem]
-        used, (num_problems, num_spoilt, num_learnt, num_changed) = self._exchange_header(
+        used, (num_problems, num_spoilt, num_learnt, num_bad, num_changed) = self._exchange_header(
             notes, self.overlap.has_changed
         )
-        if num_problems or num_spoilt or num_changed:
+        if num_problems or num_spoilt or num_bad or num_changed:
             self._go_back(has_problem=num_problems + num_changed > 0)
             num_learnt = 0
         gradients = self._average(used)
@@ -225,6 +260,28 @@ class GradientSynchronizer(BufferedAccumulator):
         else:
             self.overlap.measure(self.group.all_reduce)
         return gradients
+
+    def _exchange_header(self, notes: Sequence[float], last_note: Any = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """Return the used parameters and the sums of the notes, of the bad losses and of the changes.
+
+        On a device, the losses and the norm come with it.
+        """
+        if self._header is None:
+            used, sums = super()._exchange_header(notes, last_note)
+            # Bad losses were known before, and skipped.
+            return used, np.insert(sums, len(notes), 0.0)
+        buckets = [bucket for bucket in self.buckets if isinstance(bucket, DeviceBucket) and bucket.has_result]
+        values = self._header.exchange(
+            self.group, np.append(self._used, np.float32(self._weight)),
+            np.array([self._skipped, self._samples, *notes], np.float32), changed=last_note,
+            squares=[bucket.sum_of_squares() for bucket in buckets],
+            are_slices=any(bucket.is_scattered for bucket in buckets),
+        )  # fmt: skip
+        skipped, samples, *theirs = values.sums
+        self._total_weight, self._num_samples = values.weight, float(samples)
+        self._num_skipped = int(skipped) + values.num_bad
+        self.losses, self.sum_of_squares = values.losses, values.sum_of_squares
+        return values.used > 0, np.array([*theirs, values.num_bad, values.num_changed])
 
     def reduce_in_place(self) -> Optional[np.ndarray]:
         """Exchange the window, and leave its result in the buckets (:meth:`.Bucket.sums`) until the next one begins.
@@ -258,8 +315,10 @@ class GradientSynchronizer(BufferedAccumulator):
         if self._is_exchanged:
             for bucket in self.buckets:
                 bucket.rollback()
-            for gradients, weight in self._late:
-                super()._add(gradients, weight)
+            self._counts = self.sum_of_squares = None
+            for gradients, weight, deferred in self._late:
+                if deferred is None or np.isfinite(self.losses[deferred]):
+                    super()._add(gradients, weight)
             self._is_exchanged = False
         if has_problem:
             changed = "a gradient was changed after its backward pass" if float(self.overlap.has_changed) else None
@@ -306,6 +365,9 @@ class GradientSynchronizer(BufferedAccumulator):
         self.overlap.clear()
         self._late.clear()
         self._sent_weight, self._has_compared, self._is_exchanged = None, False, False
+        self._counts = self._deferred = None
+        if self._header is not None:
+            self._header.clear()
         for bucket in self.buckets:
             bucket.clear()
         if self._powersgd is not None:

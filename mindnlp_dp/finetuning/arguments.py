@@ -45,7 +45,7 @@ def training_arguments(config: ParallelConfig, mesh: dp.DeviceMesh, **more: Any)
             async_save=config.async_save,
             sharded_checkpoints=config.sharded_checkpoints,
             seed=config.seed,
-            bucket_cap_mb=config.bucket_cap_mb,
+            bucket_cap_mb=config.bucket_cap_mb or None,
             overlap=config.overlap if config.overlap == "auto" else config.overlap == "true",
             compression=config.compression or None,
             powersgd_rank=config.powersgd_rank,

@@ -20,8 +20,9 @@ from mindnlp_dp.schedules.mesh_spec import parse_mesh
 def join(config: ParallelConfig) -> tuple[dp.ProcessGroup, dp.DeviceMesh]:
     """Return the group of all ranks, and the mesh that the settings say."""
     group = dp.init_process_group(
-        tune_runtime=config.tune_runtime, kernels=config.kernels, matmul_precision=config.matmul_precision
-    )
+        tune_runtime=config.tune_runtime, kernels=config.kernels, matmul_precision=config.matmul_precision,
+        deterministic=config.deterministic if config.deterministic == "auto" else config.deterministic == "true",
+    )  # fmt: skip
     with as_input_error():
         return group, dp.init_device_mesh(parse_mesh(config.mesh) or {"dp": group.world_size})
 

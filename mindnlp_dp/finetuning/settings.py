@@ -85,7 +85,7 @@ class ParallelConfig(RunConfig):
         False, "every rank writes its part of the optimizer state; needs a shared folder"
     )
     resume: bool = setting(False, "resume from the newest checkpoint in output_dir, if it has one")
-    bucket_cap_mb: float = setting(2.0, "maximum size of a gradient bucket, in MiB")
+    bucket_cap_mb: float = setting(0.0, "maximum size of a gradient bucket, in MiB; 0: 2 on CPUs, 25 on devices")
     overlap: str = setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
     compression: str = setting("", "gradient compression: fp16, bf16 or powersgd; empty: none")
     powersgd_rank: int = setting(4, "the rank of PowerSGD's approximation")
@@ -96,6 +96,7 @@ class ParallelConfig(RunConfig):
     tune_runtime: bool = setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
     kernels: str = setting("auto", "on CPU: auto, the fast kernels of this package; mindspore, its slower ones")
     matmul_precision: str = setting("auto", "on CPU: highest, or medium: products from inputs rounded to bfloat16")
+    deterministic: str = setting("auto", "on a device: true, equal bits each time; false, faster; auto: true on Ascend")
 
     def check(self) -> None:
         super().check()
@@ -106,6 +107,7 @@ class ParallelConfig(RunConfig):
             ("zero_stage", ("auto", "0", "1", "2")),
             ("kernels", ("auto", "mindspore")),
             ("matmul_precision", ("auto", "highest", "medium")),
+            ("deterministic", ("auto", "true", "false")),
             ("pipeline_schedule", SCHEDULES),
         ):
             if getattr(self, name) not in choices:
@@ -126,9 +128,9 @@ class ParallelConfig(RunConfig):
         self.check_at_least(1, "powersgd_rank")
         for name in ("micro_batch_size", "save_steps"):
             self.check_at_least(0, name)
-        if not self.bucket_cap_mb > 0:
+        if not self.bucket_cap_mb >= 0:
             raise InputError(
-                f"bucket_cap_mb must be positive, got {self.bucket_cap_mb}; "
+                f"bucket_cap_mb must be positive, or 0 for the default, got {self.bucket_cap_mb}; "
                 "benchmarks/bench_bucket_cap.py says what suits this machine"
             )
 

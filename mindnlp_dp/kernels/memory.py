@@ -70,9 +70,9 @@ def tensor_of(array: np.ndarray) -> Any:
         # MindSpore cannot create a tensor over the memory of an array without elements or without dimensions.
         return mindspore.Tensor(array)
     if array.flags.c_contiguous:
-        return mindspore.Tensor.from_numpy(array)
+        return mindspore.from_numpy(array)
     order, back = _memory_order(array.strides)
-    return mindspore.Tensor.from_numpy(array.transpose(order)).permute(back)
+    return mindspore.from_numpy(array.transpose(order)).permute(back)
 
 
 def empty_like(shape: tuple[int, ...], other: np.ndarray) -> np.ndarray:

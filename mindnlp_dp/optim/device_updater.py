@@ -31,7 +31,7 @@ from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.updater import MindNLPUpdater, Updater
 from mindnlp_dp.optim.zero.state_registry import gather_array
-from mindnlp_dp.runtime.arrays import copy_of, dtype_name, from_host, set_weight, to_host
+from mindnlp_dp.runtime.arrays import copy_of, dtype_name, from_host, number_of, set_weight, to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.sharded_array import FlatLayout, ShardedArray
 
@@ -107,6 +107,7 @@ class DeviceUpdater(MindNLPUpdater):
 
     def average(self, window: Any) -> Optional[Slices]:
         used = window.reduce_in_place()
+        self._sum_of_squares = window.sum_of_squares
         if self._sync.buckets is not self._packed:
             self._arrange()
         if used is None:
@@ -140,10 +141,15 @@ class DeviceUpdater(MindNLPUpdater):
         return math.isfinite(self.norm(gradients))
 
     def norm(self, gradients: Any) -> float:
-        """Return the norm of all gradients: every rank sums its slices, and the host reads one number."""
+        """Return the norm of all gradients, which the exchange has read, unless it had to be repeated.
+
+        Then every rank sums its slices, and the host reads one number.
+        """
+        if self._sum_of_squares is not None:
+            return math.sqrt(self._sum_of_squares)
         squares = [(part.astype(mindspore.float32) ** 2).sum() for part in gradients[0].values()]
         mine = mindspore.ops.stack(squares).sum() if squares else mindspore.Tensor(np.float32(0))
-        return math.sqrt(float(to_host(self._group.all_reduce(mine.reshape(1), every_step=True))[0]))
+        return math.sqrt(number_of(self._group.all_reduce(mine.reshape(1), every_step=True)))
 
     def update(self, gradients: Any) -> None:
         slices, used = gradients

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import mindspore
 import numpy as np
 
-from mindnlp_dp.runtime.arrays import set_weight
+from mindnlp_dp.runtime.arrays import read, set_weight
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 
@@ -81,7 +81,7 @@ def norms(tensors: Sequence[Any]) -> list[float]:
     if mindspore.get_context("device_target") == "CPU":
         return [float(np.linalg.norm(x.asnumpy().astype(np.float64))) for x in tensors]
     squares = [mindspore.ops.square(x.astype(mindspore.float32)).sum() for x in tensors]
-    return np.sqrt(mindspore.ops.stack(squares).asnumpy().astype(np.float64)).tolist()
+    return np.sqrt(read(mindspore.ops.stack(squares)).astype(np.float64)).tolist()
 
 
 class LAMB(TrustRatioOptimizer):

@@ -20,7 +20,7 @@ from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.model_scope import ModelScope
-from mindnlp_dp.runtime.arrays import inspection
+from mindnlp_dp.runtime.arrays import inspection, number_of, read
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 
@@ -69,6 +69,8 @@ class Updater(abc.ABC):
     scheduler: Any = None
     is_sharded = False
     is_updating = False
+    # The sum of squares of the gradients that average() returned, if the exchange has read it; else None.
+    _sum_of_squares: Optional[float] = None
 
     def __init__(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         self.optimizer = optimizer
@@ -76,7 +78,9 @@ class Updater(abc.ABC):
 
     def average(self, window: GradientAccumulator) -> Any:
         """Exchange a window and return the ``gradients`` that the other methods take. A collective."""
-        return window.reduce()
+        gradients = window.reduce()
+        self._sum_of_squares = window.sum_of_squares
+        return gradients
 
     def step(
         self,
@@ -124,6 +128,8 @@ class Updater(abc.ABC):
 
     def are_finite(self, gradients: Any) -> bool:
         """Return whether averaged gradients contain neither NaN nor infinity; the same on every rank."""
+        if self._sum_of_squares is not None and math.isfinite(self._sum_of_squares):
+            return True
         return inspection(get_process_group().on_device).are_finite([g for g in gradients if g is not None])
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
@@ -200,17 +206,21 @@ class MindNLPUpdater(Updater):
         self._scope = scope or ModelScope()
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
-        # MindNLP computes the norm in the gradients' type: in float16, 10000 elements of value 3 overflow.
-        if not self._scope.is_whole or any(p.dtype != mindspore.float32 for p in self.parameters):
+        # MindNLP computes the norm in the gradients' type: in float16, 10000 elements of value 3 overflow. On a device
+        # it would be one more wait, and another norm than that of the other zero_stages.
+        is_known = self._sum_of_squares is not None
+        if is_known or not self._scope.is_whole or any(p.dtype != mindspore.float32 for p in self.parameters):
             return super().clip(gradients, max_norm)
         self._attach(gradients)
         norm = mindnlp_api().nn.utils.clip_grad_norm_(self.parameters, max_norm)
-        return [parameter.grad for parameter in self.parameters], float(norm.asnumpy())
+        return [parameter.grad for parameter in self.parameters], number_of(norm)
 
     def are_finite(self, gradients: Any) -> bool:
         return super().are_finite(gradients) if self._scope.is_whole else math.isfinite(self.norm(gradients))
 
     def norm(self, gradients: Sequence[Optional[Any]]) -> float:
+        if self._sum_of_squares is not None and self._scope.is_whole:
+            return math.sqrt(self._sum_of_squares)
         return math.sqrt(self._scope.total(_sums_of_squares(gradients)))
 
     def scale(self, gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Optional[Any]]:
@@ -275,20 +285,27 @@ def _sums_of_squares(gradients: Sequence[Optional[Any]]) -> np.ndarray:
     found = [index for index, gradient in enumerate(gradients) if gradient is not None]
     if found:
         squares = [(gradients[index].astype(mindspore.float32) ** 2).sum() for index in found]  # type: ignore[union-attr]
-        sums[found] = mindspore.ops.stack(squares).asnumpy()
+        sums[found] = read(mindspore.ops.stack(squares))
     return sums
 
 
 def _times(gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Optional[Any]]:
     if factor >= 1.0:
         return gradients
-    return [None if g is None else (g * factor).astype(g.dtype) for g in gradients]
+    # A tensor is data; on a device an operator may be compiled for each value of a Python number.
+    single = mindspore.Tensor(np.float32(factor))
+    return [
+        None if g is None else (g * (single if g.dtype == mindspore.float32 else factor)).astype(g.dtype)
+        for g in gradients
+    ]
 
 
 class MindSporeUpdater(Updater):
     """Runs a ``mindspore.nn`` optimizer on every rank; its learning rate may be its own schedule."""
 
     def norm(self, gradients: Sequence[Optional[Any]]) -> float:
+        if self._sum_of_squares is not None:
+            return math.sqrt(self._sum_of_squares)
         return math.sqrt(float(_sums_of_squares(gradients).sum()))
 
     def scale(self, gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Optional[Any]]:

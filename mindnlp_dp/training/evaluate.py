@@ -17,6 +17,7 @@ from mindnlp_dp.communication.replicas import broadcast_buffers
 from mindnlp_dp.data.batches import call_with, num_rows_of
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.parallel.replicated_model import as_replicated
+from mindnlp_dp.runtime.arrays import number_of, read
 from mindnlp_dp.training.find_model import BatchWeigher, model_of
 from mindnlp_dp.training.span_loss import SpanLoss
 
@@ -82,7 +83,7 @@ def evaluate(
             elif is_default and terms:
                 run.add(outputs, num_rows, *terms[-1])
             else:
-                run.add(outputs, num_rows, float(loss.asnumpy()), float(weight_of(mine)))
+                run.add(outputs, num_rows, number_of(loss), float(weight_of(mine)))
     return Evaluation(*run.finish())
 
 
@@ -214,7 +215,7 @@ def to_numpy(outputs: Any) -> Any:
         return {key: to_numpy(value) for key, value in outputs.items()}
     if isinstance(outputs, (tuple, list)):
         return _like(outputs, [to_numpy(value) for value in outputs])
-    return outputs.asnumpy()
+    return read(outputs)
 
 
 def with_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -25,6 +25,7 @@ from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
 from mindnlp_dp.kernels.dispatch import are_on
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
+from mindnlp_dp.runtime.arrays import number_of
 from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, seeded, step_seed, update_key
 from mindnlp_dp.training.loss_check import LossCheck
 from mindnlp_dp.training.timeline import StepTimeline
@@ -45,7 +46,8 @@ class ForwardBackward:
     Attributes:
         model: the model, replicated or sharded.
         exchange: the gradient exchange, which may begin during the last backward pass.
-        gradients_of: a function from a batch's inputs to its mean loss and the gradients of the exchange's parameters.
+        gradients_of: a function from a batch's inputs to its mean loss, a number or a scalar tensor, and the gradients
+            of the exchange's parameters.
         forward: a function from a batch's inputs to its mean loss, for the stages of a pipeline.
         weight_of: a function from a batch's inputs to the weight of its loss.
         inputs_of: a function from a batch to what the other functions take.
@@ -62,7 +64,7 @@ class ForwardBackward:
 
     model: ReplicatedModel
     exchange: GradientAccumulator
-    gradients_of: Callable[[Any], tuple[float, Sequence[Optional[Any]]]]
+    gradients_of: Callable[[Any], tuple[Any, Sequence[Optional[Any]]]]
     forward: Callable[[Any], Any]
     weight_of: Callable[[Any], float]
     timeline: StepTimeline
@@ -110,7 +112,7 @@ class ForwardBackward:
                     loss, gradients = self.gradients_of(inputs)
                 self._warn(leaves_out=mine is not None and weight == 0)
                 # The loss of a dummy batch belongs to another rank.
-                loss = loss if weight > 0 else 0.0
+                loss = self._loss_now_or_later(loss) if weight > 0 else 0.0
                 has_bad_peer = self.model.has_nonfinite_peer(loss) | self.across_ranks.has_nonfinite_peer(loss)
                 num_samples = num_rows_of(mine) if weight > 0 else 0
                 yield MicroStep(loss, gradients, weight, _indices(batch), has_bad_peer, num_samples=num_samples)
@@ -120,6 +122,11 @@ class ForwardBackward:
                 self.after_batch(mine, inputs)
             if not is_last:
                 self.after_micro_step()
+
+    def _loss_now_or_later(self, loss: Any) -> Any:
+        """Return a loss as a number, or as it is if the exchange reads it with its header and nothing needs it now."""
+        is_needed = self.across_ranks.is_used or not self.exchange.defers_losses
+        return number_of(loss) if is_needed else loss
 
     def _through_stages(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         batches, key = [], self._key(seed, step)

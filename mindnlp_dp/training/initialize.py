@@ -6,6 +6,7 @@ The launcher of the process decides which transport is used (communication/backe
 from __future__ import annotations
 
 import os
+from typing import Union
 
 from mindnlp_dp.communication.backend_selection import choose_backend, connect
 from mindnlp_dp.communication.consistency_checks import check_level
@@ -15,6 +16,7 @@ from mindnlp_dp.compat.mindspore_layers import use_kernels_in_layers
 from mindnlp_dp.kernels.dispatch import check_kernels, check_precision, choose_precision
 from mindnlp_dp.kernels.dispatch import choose as choose_kernels
 from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.determinism import check_deterministic, choose_deterministic
 from mindnlp_dp.runtime.devices import set_device_from_env
 from mindnlp_dp.runtime.launch_env import detect_launch
 
@@ -26,6 +28,7 @@ def init_process_group(
     kernels: str = "auto",
     matmul_precision: str = "auto",
     checks: str = "auto",
+    deterministic: Union[bool, str] = "auto",
 ) -> ProcessGroup:
     """Join the other processes of this job, and return the group of all of them.
 
@@ -40,10 +43,15 @@ def init_process_group(
     ``checks`` says before which collectives the ranks verify that all make the same call: before every one ("all"), or
     before all except those that each update makes ("setup"). "auto" means "all" on CPU, and "setup" on a device,
     because every check makes the host wait for the device.
+    ``deterministic`` is MindSpore's deterministic mode on a device (``mindspore.set_deterministic``), without which its
+    operators and collectives may give other last bits each time, so that no two runs are equal, and replicas that
+    compute the same may drift apart. It often makes operators slower. "auto" is the environment variable
+    ``MINDNLP_DP_DETERMINISTIC`` (true or false), or True on Ascend; False leaves MindSpore's default, which is off. A
+    script that has called ``mindspore.set_deterministic`` keeps what it has set. On a CPU it changes nothing.
 
     Raises:
-        ValueError: ``backend``, ``kernels``, ``matmul_precision`` or ``checks`` is unknown, or ``backend`` contradicts
-            the launcher or an earlier call.
+        ValueError: ``backend``, ``kernels``, ``matmul_precision``, ``checks`` or ``deterministic`` is unknown, or
+            ``backend`` contradicts the launcher or an earlier call.
         ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
     """
     kernels, precision = check_kernels(kernels), check_precision(matmul_precision)
@@ -57,8 +65,11 @@ def init_process_group(
         return group
 
     check_level(checks)
+    wants_determinism = check_deterministic(deterministic)
     # MindNLP applies DEVICE_TARGET only when it is imported, which may be later.
     device = set_device_from_env()
+    # Before communication starts: HCCL's communicators take the mode from MindSpore when they are created.
+    choose_deterministic(wants_determinism, device)
     kind = choose_backend(backend, launch := detect_launch(os.environ), device)
     with heartbeat.waiting("init_process_group"):
         transport = connect(kind, launch)

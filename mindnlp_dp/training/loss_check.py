@@ -15,6 +15,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.communication.batch_across_ranks import BatchAcrossRanks
 from mindnlp_dp.data.batches import num_rows_of, rows_of
+from mindnlp_dp.runtime.arrays import number_of
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.random_state import seeded
 
@@ -104,7 +105,7 @@ class LossCheck:
 
     def _loss(self, batch: Any, seed: int) -> float:
         with seeded(seed):
-            return float(self.loss_of(self.inputs_of(batch)).asnumpy())
+            return number_of(self.loss_of(self.inputs_of(batch)))
 
     def _warn(self, found: Comparison) -> None:
         first, second = found.weights

@@ -94,10 +94,11 @@ def make_train_step(
         leave_out_bad_losses: leave out a loss that is NaN or infinite, with a warning; otherwise it is an error on all
             ranks.
         zero_stage: 0: every rank updates all parameters. 1: each rank updates one slice and holds only its optimizer
-            state. 2: it holds only the averaged gradients of its slice, too. The weights are bitwise the same. "auto"
-            divides the update where the ranks of a host can share one set of weights, and prints its choice. Pass 0 if
-            your code writes to weights between updates, because ranks that share weights would all write to the same
-            memory. The weights become private to each rank again when the step is deleted (``del step``).
+            state. 2: it holds only the averaged gradients of its slice, too. The weights are bitwise the same on a
+            CPU; on a device they are equal to rounding. "auto" divides the update where the ranks of a host can share
+            one set of weights, and prints its choice. Pass 0 if your code writes to weights between updates, because
+            ranks that share weights would all write to the same memory. The weights become private to each rank again
+            when the step is deleted (``del step``).
         group: the ranks that split the samples; by default those of the model's mesh, otherwise all ranks.
         broadcast_weights: before the first update, copy rank 0's weights and buffers, including frozen ones, to all
             ranks, for the models that ``forward_fn`` refers to, as the Trainer does. If False, they must be equal.
@@ -154,15 +155,12 @@ def make_train_step(
     )  # fmt: skip
     span_loss = SpanLoss(model if weight_of is None else None, losses.group)
 
-    def gradients_of(batch: Any) -> tuple[float, Sequence[Optional[Any]]]:
-        loss, gradients = call_with(gradient_fn, batch)
-        return float(loss.asnumpy()), gradients
-
     loss_of, weigher = functools.partial(call_with, forward_fn), weight_of or BatchWeigher(forward_fn, model)
     rows = across_ranks(group, router_loss, trained)
     is_checked = weight_of is None and not jit and not replicated.is_sharded
     used = {id(each): each for each in [*modules_of(forward_fn, parameters), trained] if is_module(each)}
     check = LossCheck(loss_of, weigher, list(used.values()), rows, "the loss of forward_fn") if is_checked else None
+    gradients_of = functools.partial(call_with, gradient_fn)
     forward_backward = ForwardBackward(
         replicated, window, gradients_of, loss_of, weigher, step.timeline, rows, dropout=check_dropout(dropout),
         loss_check=check,
@@ -299,9 +297,9 @@ class FunctionalStep:
                 f"expected 1 to {self.accumulation_steps} micro-batches, got {len(window)} on rank "
                 f"{self.synchronizer.group.label()}; None stands for one that a rank has not"
             )
-        seen: list[tuple[float, float]] = []
-        self.grad_norm = self.train_step(self._micro_steps(window, seen), self.num_updates)
+        self.grad_norm = self.train_step(self._micro_steps(window), self.num_updates)
         self.num_updates += 1
+        seen = self.train_step.window_losses
         weight = sum(weight for _, weight in seen)
         return sum(loss * weight for loss, weight in seen) / weight if weight else None
 
@@ -309,9 +307,6 @@ class FunctionalStep:
         """Return the mean loss over all ranks since the last call of this method. A collective."""
         return self.train_step.losses.mean_since_log()
 
-    def _micro_steps(self, window: list[Any], seen: list[tuple[float, float]]) -> Iterator[MicroStep]:
+    def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
         with self._span_loss.window(window):
-            for micro in self._forward_backward.micro_steps(window, self.num_updates, self.seed):
-                if micro.weight > 0:
-                    seen.append((micro.loss, micro.weight))
-                yield micro
+            yield from self._forward_backward.micro_steps(window, self.num_updates, self.seed)

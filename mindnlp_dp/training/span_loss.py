@@ -20,6 +20,7 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.loss_weight import Task, loss_mean, span_counts
+from mindnlp_dp.runtime.arrays import number_of
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 Terms = tuple[Any, Any]
@@ -70,7 +71,7 @@ class SpanLoss:
         found: list[tuple[np.ndarray, np.ndarray]] = []
 
         def record(sums: Terms, counts: np.ndarray) -> None:
-            found.append((np.array([float(each.asnumpy()) for each in sums]) / np.maximum(counts, 1), counts))
+            found.append((np.array([number_of(each) for each in sums]) / np.maximum(counts, 1), counts))
 
         with self._each_forward_pass(record) if self._applies else contextlib.nullcontext():
             yield found

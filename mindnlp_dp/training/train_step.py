@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
@@ -26,6 +28,16 @@ from mindnlp_dp.training.metrics import (
     warn_of_no_weight,
 )
 from mindnlp_dp.training.timeline import StepTimeline
+
+
+@dataclass
+class _SeenLoss:
+    """The loss of a micro-step; a deferred one is None until the exchange has read it."""
+
+    value: Optional[float]
+    weight: float
+    indices: tuple[int, ...]
+    is_counted: bool = True
 
 
 class TrainStep:
@@ -62,14 +74,18 @@ class TrainStep:
         self._adapters = adapters
         self._before_update, self._after_update = before_update, after_update
         self.num_updates = 0
+        # The losses of this rank's micro-steps in the last update, with their weights; also of those that were left
+        # out.
+        self.window_losses: list[tuple[float, float]] = []
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
         """Do update number ``step``; return the norm of the averaged gradient, or None if it is not clipped."""
-        losses, bad = self._accumulate(micro_steps, step)
+        seen = self._accumulate(micro_steps)
         if self._adapters is not None and self._adapters.report():
             self._adapters = None
         gradients = self._exchange(step)
         sync = self.synchronizer
+        losses, bad = self._read(seen, step)
         if sync.num_skipped and not report_nonfinite_loss(bad, sync.group, go_on=self.leave_out_bad_losses):
             warn_of_no_weight(sync.total_weight, step)
         with heartbeat.waiting("the update"):
@@ -101,32 +117,47 @@ class TrainStep:
             self.timeline.add(name, began, ended, "exchange", step=step)
         return gradients
 
-    def _accumulate(
-        self, micro_steps: Iterable[MicroStep], step: int
-    ) -> tuple[list[tuple[float, float]], list[NonFiniteLoss]]:
-        """Accumulate the micro-steps of a window; return the finite losses with their weights, and the bad losses."""
+    def _read(self, seen: list[_SeenLoss], step: int) -> tuple[list[tuple[float, float]], list[NonFiniteLoss]]:
+        """Return the finite losses of a window with their weights, and the bad losses; its header is here."""
+        deferred = iter(self.synchronizer.losses)
+        for loss in seen:
+            if loss.value is None:
+                loss.value = next(deferred)
+        known = [(loss, math.nan if loss.value is None else loss.value) for loss in seen]
+        self.window_losses = [(value, loss.weight) for loss, value in known if loss.weight > 0]
+        label = self.synchronizer.group.label()
+        bad = [NonFiniteLoss(value, label, step, loss.indices) for loss, value in known if not math.isfinite(value)]
+        return [(value, loss.weight) for loss, value in known if loss.is_counted and math.isfinite(value)], bad
+
+    def _accumulate(self, micro_steps: Iterable[MicroStep]) -> list[_SeenLoss]:
+        """Accumulate the micro-steps of a window; return their losses."""
         sync = self.synchronizer
-        losses: list[tuple[float, float]] = []
-        bad: list[NonFiniteLoss] = []
+        seen: list[_SeenLoss] = []
         try:
             for micro in micro_steps:
                 heartbeat.step()
                 sync.count(micro.num_samples / micro.loss_replication)
                 if micro.gradients is None:
                     sync.skip()
-                elif math.isfinite(micro.loss) and not micro.has_nonfinite_peer:
+                    continue
+                is_deferred = not isinstance(micro.loss, numbers.Real)
+                indices = () if micro.indices is None else tuple(micro.indices.tolist())
+                loss = _SeenLoss(None if is_deferred else float(micro.loss), micro.weight, indices)
+                seen.append(loss)
+                if is_deferred or (math.isfinite(micro.loss) and not micro.has_nonfinite_peer):
                     if self._adapters is not None:
                         self._adapters.look(micro.gradients)
                     # A parameter may have been frozen after training began: as in PyTorch, it is not updated.
                     pairs = zip(sync.parameters, micro.gradients)
                     gradients = [gradient if parameter.requires_grad else None for parameter, gradient in pairs]
-                    sync.accumulate(gradients, micro.weight / micro.loss_replication)
-                    losses.append((micro.loss, micro.weight))
+                    weight = micro.weight / micro.loss_replication
+                    if is_deferred:
+                        sync.accumulate(gradients, weight, loss=micro.loss)
+                    else:
+                        sync.accumulate(gradients, weight)
                 else:
                     sync.skip()
-                    if not math.isfinite(micro.loss):
-                        indices = () if micro.indices is None else tuple(micro.indices.tolist())
-                        bad.append(NonFiniteLoss(micro.loss, sync.group.label(), step, indices))
+                    loss.is_counted = False
         except BaseException:
             # The next window must begin empty. Close the generator to remove its hooks from the model now: the
             # traceback would keep it alive.
@@ -134,4 +165,4 @@ class TrainStep:
             if isinstance(micro_steps, Generator):
                 micro_steps.close()
             raise
-        return losses, bad
+        return seen

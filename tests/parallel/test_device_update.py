@@ -128,6 +128,57 @@ def test_twenty_updates_are_those_of_an_undivided_one(group, calls, optimizer, z
     assert everyone == [everyone[0]] * group.world_size
 
 
+@pytest.fixture
+def as_on_a_device(group, monkeypatch):
+    monkeypatch.setattr(type(group), "on_device", True)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_two_updaters_of_a_device_agree(group, as_on_a_device, optimizer, max_norm):
+    """Check that stages 0 and 1 clip by the same norm, to the bit, and that the weights of all stages agree.
+
+    Weights agree to rounding: a kernel may round the elements at the end of a slice in another way.
+    """
+    jobs = {zero_stage: Job(group, optimizer, zero_stage) for zero_stage in (0, 1, 2)}
+    norms = {zero_stage: job.run(10, max_norm=max_norm) for zero_stage, job in jobs.items()}
+    assert norms[0] == norms[1]
+    # Those of stage 2 are summed in slices.
+    np.testing.assert_allclose(norms[2], norms[0], rtol=1e-6)
+    assert (min(norms[0]) > max_norm) is (max_norm == 0.5)
+    assert group.all_gather_object(norms) == [norms] * group.world_size
+    for zero_stage in (1, 2):
+        assert_close(jobs[zero_stage], jobs[0])
+
+
+def train_with_a_bad_loss(group, overlap):
+    """Do six updates of two micro-batches per rank; the loss of one is NaN on the last rank."""
+    weight = nn.Parameter(mindspore.Tensor(np.linspace(0.5, 1.5, 12, dtype=np.float32)))
+    step = dp.make_train_step(
+        lambda x: ((weight * x) ** 2).mean(), optim.SGD([weight], lr=0.1), [weight], accumulation_steps=2,
+        max_grad_norm=0.5, zero_stage=0, overlap=overlap, weight_of=len, group=group,
+    )  # fmt: skip
+    losses, norms = [], []
+    for update in range(6):
+        rng = np.random.default_rng((update, group.rank))
+        micro_batches = [rng.standard_normal((rows, 12)).astype(np.float32) for rows in (2, 3 + group.rank)]
+        if update == 3 and group.rank == group.world_size - 1:
+            micro_batches[update % 2][0, 0] = np.nan
+        losses.append(step([mindspore.Tensor(x) for x in micro_batches]))
+        norms.append(step.grad_norm)
+    return weight.asnumpy().copy(), losses, norms, step.mean_loss()
+
+
+@pytest.mark.filterwarnings("ignore:the loss of:RuntimeWarning")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_losses_that_are_read_with_the_header_leave_out_the_same_micro_batches(group, monkeypatch, overlap):
+    expected = train_with_a_bad_loss(group, overlap=False)
+    monkeypatch.setattr(type(group), "on_device", True)
+    for mine, other in zip(train_with_a_bad_loss(group, overlap), expected):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
+
+
 def test_state_is_divided(group):
     job = Job(group)
     job.run(1)

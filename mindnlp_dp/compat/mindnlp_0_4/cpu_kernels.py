@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.compat.cpu_kernels import kernels
 from mindnlp_dp.compat.import_hook import around
-from mindnlp_dp.kernels.dispatch import supports
+from mindnlp_dp.kernels.dispatch import are_on, supports
 from mindnlp_dp.runtime.override import override
 
 
@@ -49,14 +49,14 @@ def _operators(module: types.ModuleType) -> Iterator[None]:
 
     @override(mindspore.Tensor, "__add__")
     def add(self: Any, other: Any) -> Any:
-        if self.size < _LARGE or not isinstance(other, mindspore.Tensor) or self.shape == other.shape:
+        if not are_on() or self.size < _LARGE or not isinstance(other, mindspore.Tensor) or self.shape == other.shape:
             return NotImplemented
         return kernels().add(self, other) if _is_broadcast_to(other, self) and supports(self, other) else NotImplemented
 
     @override(mindspore.Tensor, "__truediv__")
     def divide(self: Any, other: Any) -> Any:
-        number = _number(other) if self.size >= _LARGE else None
-        return kernels().divide(self, number) if number is not None and supports(self) else NotImplemented
+        number = _number(other) if self.size >= _LARGE and supports(self) else None
+        return NotImplemented if number is None else kernels().divide(self, number)
 
     yield
 
@@ -108,17 +108,18 @@ def _where(module: types.ModuleType) -> Iterator[None]:
 
     @override(module)
     def where(condition: Any, input: Any, other: Any) -> Any:
-        if not isinstance(input, mindspore.Tensor) or input.size < _LARGE:
+        if not isinstance(input, mindspore.Tensor) or input.size < _LARGE or not supports(input):
             return NotImplemented
         is_mask = isinstance(condition, mindspore.Tensor) and condition.dtype == mindspore.bool_
-        number = _number(other)
-        if is_mask and number is not None and _is_broadcast_to(condition, input) and supports(input):
-            return kernels().where(condition, input, number)
-        return NotImplemented
+        number = _number(other) if is_mask and _is_broadcast_to(condition, input) else None
+        return NotImplemented if number is None else kernels().where(condition, input, number)
 
 
 def _number(x: Any) -> Optional[float]:
-    """Return a number, or the value of a tensor without dimensions that needs no gradient; None for all else."""
+    """Return a number, or the value of a tensor without dimensions that needs no gradient; None for all else.
+
+    Called only for calls that our kernels support, which are on CPU: on a device, the copy would wait for all streams.
+    """
     import mindspore
 
     if isinstance(x, (int, float)) and not isinstance(x, bool):

@@ -46,9 +46,9 @@ class DeviceBucket(Bucket):
         self._wire_dtype = half if half is not None and layout.dtype == "float32" else self._dtype
         # MCCL sums in half precision only if the user asked for this rounding with compression.
         self._begins = self._wire_dtype != self._dtype or channel.reduces_natively(layout.dtype)
-        # Gradients that are not in the sum yet, and their common weight and type.
+        # Gradients that are not in the sum yet, and what they have in common: weight, type, and whether they count.
         self._waiting: dict[int, Any] = {}
-        self._kind: tuple[float, Any] = (0.0, None)
+        self._kind: tuple[float, Any, Optional[Any]] = (0.0, None, None)
         # No operator writes into a sum in place, so keep() needs no copy.
         self._sum: Optional[Any] = None
         self._kept: Optional[Any] = None
@@ -64,20 +64,25 @@ class DeviceBucket(Bucket):
         self.own_slice: Optional[Any] = None
         self._on_host: Optional[np.ndarray] = None
 
-    def put(self, index: int, gradient: Any, weight: float) -> None:
-        kind = (weight, gradient.dtype)
-        if index in self._waiting or kind != self._kind:
+    def put(self, index: int, gradient: Any, weight: float, counts: Optional[Any] = None) -> None:
+        """Add ``weight * gradient`` to a slot, or zeros if ``counts``, a boolean scalar on the device, is false."""
+        weight_before, dtype_before, counts_before = self._kind
+        is_alike = weight == weight_before and gradient.dtype == dtype_before and counts is counts_before
+        if index in self._waiting or not is_alike:
             self._add_waiting()
-        self._waiting[index], self._kind = gradient, kind
+        self._waiting[index], self._kind = gradient, (weight, gradient.dtype, counts)
         if len(self._waiting) == len(self.layout.slots):
             self._add_waiting()
 
     def _add_waiting(self) -> None:
         if not self._waiting:
             return
-        weight, dtype = self._kind
+        weight, dtype, counts = self._kind
         flat = self._flattened(self._waiting, dtype)
         part = (flat if dtype == self._sum_dtype else flat.astype(self._sum_dtype)) * weight
+        if counts is not None:
+            # Not a product: zero times NaN is NaN.
+            part = self._ms.ops.where(counts, part, self._ms.ops.zeros_like(part))
         self._sum = part if self._sum is None else self._sum + part
         self._waiting.clear()
 
@@ -109,13 +114,36 @@ class DeviceBucket(Bucket):
         else:
             self._result = self._channel.sum(wire)
 
-    def wait(self) -> None:
+    def _finish(self) -> Any:
+        """Make the operators that follow wait for the sum, and return it; the host does not wait."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
         assert self._result is not None, "wait before start"
         if self._result.dtype != self._dtype:
             self._result = self._result.astype(self._dtype)
+        return self._result
+
+    def sum_of_squares(self) -> Any:
+        """Return the sum of squares of the exchanged gradients, a float32 scalar on the device.
+
+        If the exchange has scattered them, it is that of this rank's slice.
+        """
+        wide = self._finish().astype(self._ms.float32)
+        return (wide * wide).sum()
+
+    @property
+    def has_result(self) -> bool:
+        """Return whether the exchange has begun."""
+        return self._result is not None
+
+    @property
+    def is_scattered(self) -> bool:
+        """Return whether the last exchange has left only this rank's slice here."""
+        return self._is_scattered
+
+    def wait(self) -> None:
+        self._finish()
         if self._is_scattered:
             return
         sizes = [slot.numel for slot in self.layout.slots]

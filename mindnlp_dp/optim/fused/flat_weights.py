@@ -95,7 +95,7 @@ class FlatWeights:
 
         view = self._views[index]
         if view.size and view.ndim:
-            set_weight(self._parameters[index], mindspore.Tensor.from_numpy(view))
+            set_weight(self._parameters[index], mindspore.from_numpy(view))
             # Versions: MindSpore 2.7. Cause: a tensor over an array has no address before an operator has read it, and
             # moves to other memory if the first operator takes a slice. Remove when 2.7 is not supported any more.
             if mindspore_is_before("2.8"):

@@ -140,7 +140,7 @@ class AdamRule(Rule):
                 continue
             if not segment.tensors:
                 segment.tensors = {
-                    name: mindspore.Tensor.from_numpy(array)
+                    name: mindspore.from_numpy(array)
                     for name, array in (
                         ("w", segment.weights), ("g", segment.gradient), ("scratch", scratch), *segment.state.items()
                     )

@@ -110,8 +110,8 @@ class StateShards:
         if not len(flat):
             return mindspore.Tensor(flat)
         if shape := self.shapes[index]:
-            return mindspore.Tensor.from_numpy(flat.reshape(shape))
-        return mindspore.Tensor.from_numpy(flat).reshape(())
+            return mindspore.from_numpy(flat.reshape(shape))
+        return mindspore.from_numpy(flat).reshape(())
 
     def reset(self, index: int, state: Mapping[str, Any]) -> None:
         """Replace a parameter's state by its entry in an optimizer's ``state``, which may be empty. A collective."""

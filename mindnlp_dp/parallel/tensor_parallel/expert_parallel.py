@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from mindnlp.core import nn, ops
 from mindnlp.core.nn import functional
-from mindspore import Tensor
+from mindspore import Tensor, from_numpy
 from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.autograd_ops import all_to_all
@@ -183,7 +183,7 @@ def _taken(x: Tensor, rows: np.ndarray) -> Tensor:
     """Return the given rows of ``x``, by an embedding operator, whose gradient adds up repeated rows."""
     if len(rows) == 0:
         return x[:0]
-    return functional.embedding(Tensor.from_numpy(rows.astype(np.int64)), x)
+    return functional.embedding(from_numpy(rows.astype(np.int64)), x)
 
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:

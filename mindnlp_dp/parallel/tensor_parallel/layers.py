@@ -17,7 +17,7 @@ from typing import Any, Optional
 import numpy as np
 from mindnlp.core import nn
 from mindnlp.core.nn import functional
-from mindspore import Tensor
+from mindspore import Tensor, from_numpy
 from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.autograd_ops import copy_to, gather_from, reduce_from
@@ -124,8 +124,8 @@ class VocabularyParallelEmbedding(nn.Module):
             )
         here = (numbers >= self._first) & (numbers < self._last)
         rows = np.where(here, numbers - self._first, 0).astype(np.int64)
-        part = functional.embedding(Tensor.from_numpy(rows), self.weight, self.padding_idx)
-        return reduce_from(part * Tensor.from_numpy(here[..., None].astype(np.float32)).astype(part.dtype), self._group)
+        part = functional.embedding(from_numpy(rows), self.weight, self.padding_idx)
+        return reduce_from(part * from_numpy(here[..., None].astype(np.float32)).astype(part.dtype), self._group)
 
 
 class RankLocalDropout:
@@ -225,7 +225,7 @@ class _CrossEntropy(_Function):
         x = powers.copy()
         x[rows, places] -= 1
         x *= np.where(counted, gradient.asnumpy() / num_counted, 0).astype(np.float32)[:, None]
-        return Tensor.from_numpy(x).astype(dtype), None, None, None
+        return from_numpy(x).astype(dtype), None, None, None
 
 
 class VocabularyParallelHead:

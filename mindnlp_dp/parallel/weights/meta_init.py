@@ -41,7 +41,7 @@ def empty_weights() -> Iterator[None]:
     def make_empty(self: Any, input_data: Any = None, requires_grad: bool = True) -> None:
         make(self, input_data, requires_grad)
         if self.size and self.dtype == mindspore.float32:
-            self.assign_value(mindspore.Tensor.from_numpy(np.zeros(self.shape, np.float32)))
+            self.assign_value(mindspore.from_numpy(np.zeros(self.shape, np.float32)))
             self.is_empty = True
 
     def untouched(*size: Any, dtype: Any = None, device: Any = None) -> Any:
@@ -49,7 +49,7 @@ def empty_weights() -> Iterator[None]:
         shape = tuple(size[0]) if isinstance(size[0], (tuple, list)) else size
         if dtype not in (None, mindspore.float32):
             return empty(*size, dtype=dtype, device=device)
-        return mindspore.Tensor.from_numpy(np.zeros(shape, np.float32))
+        return mindspore.from_numpy(np.zeros(shape, np.float32))
 
     def assign_no_initializer(self: Any, value: Any) -> Any:
         return self if getattr(value, "has_init", False) is True else assign(self, value)

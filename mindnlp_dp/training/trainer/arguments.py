@@ -18,7 +18,6 @@ from typing import Any, Optional, Union
 from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK
-from mindnlp_dp.data_parallel.synchronizer import DEFAULT_BUCKET_CAP_MB
 from mindnlp_dp.kernels.dispatch import current_precision
 from mindnlp_dp.optim.factory import check_zero_stage
 from mindnlp_dp.runtime.recompute import RecomputeLayers, check_checkpointing_options, check_recompute
@@ -54,8 +53,8 @@ class DataParallelArgumentsBase(TrainingArguments):
             "derived from it. None: the product of the other settings."
         },
     )
-    bucket_cap_mb: float = field(
-        default=DEFAULT_BUCKET_CAP_MB, metadata={"help": "Maximum size of a gradient bucket, in MiB."}
+    bucket_cap_mb: Optional[float] = field(
+        default=None, metadata={"help": "Maximum size of a gradient bucket, in MiB; None: 2 on CPUs, 25 on devices."}
     )
     overlap: Union[bool, str] = field(
         default="auto",

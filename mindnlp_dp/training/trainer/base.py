@@ -141,8 +141,11 @@ class DataParallelTrainerBase(abc.ABC):
         """Return a loader of what ``evaluation_loop`` was given, which an overridden method may have made."""
 
     @abc.abstractmethod
-    def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
-        """Return a micro-batch's mean loss from ``training_step``, which leaves the gradients in ``parameter.grad``."""
+    def loss_of_training_step(self, inputs: dict[str, Any]) -> Any:
+        """Return a micro-batch's mean loss from ``training_step``, which leaves the gradients in ``parameter.grad``.
+
+        It is a number, or a scalar tensor, which a device may still be computing.
+        """
 
     @abc.abstractmethod
     def _collator(self) -> Optional[Collator]:

@@ -10,6 +10,7 @@ from typing import Any, Optional
 import mindspore
 import numpy as np
 
+from mindnlp_dp.runtime.arrays import number_of
 from mindnlp_dp.training.evaluate import EvaluationRun, to_numpy, with_prefix
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
@@ -56,7 +57,7 @@ def run_evaluation(
             seen = batch[main_input] if sees_inputs else None
             outputs = {"logits": to_numpy(logits), "labels": to_numpy(labels), "inputs": seen}
             outputs = {key: value for key, value in outputs.items() if value is not None}
-            mean_loss = None if loss is None else float(loss.asnumpy())
+            mean_loss = None if loss is None else number_of(loss)
             if is_lent:
                 # A dummy batch: other ranks needed this rank's experts for theirs.
                 evaluation.add(None)

@@ -16,7 +16,7 @@ from mindnlp.core.serialization import save_checkpoint as save_checkpoint_of_min
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
-from mindnlp_dp.runtime.arrays import to_host
+from mindnlp_dp.runtime.arrays import number_of, to_host
 from mindnlp_dp.training.trainer.base import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
@@ -121,11 +121,13 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         finally:
             self._hook_is_suspended = False
 
-    def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
+    def loss_of_training_step(self, inputs: dict[str, Any]) -> Any:
         with self.hook_suspended():
             loss = self.training_step(self.model, inputs)  # type: ignore[attr-defined]
         # MindNLP's training_step returns the loss divided by the accumulation steps.
-        return float(loss.asnumpy()) * self.args.gradient_accumulation_steps
+        steps = self.args.gradient_accumulation_steps
+        is_deferred = self._synchronizer is not None and self._synchronizer.defers_losses
+        return (loss if is_deferred else number_of(loss)) * steps
 
     # Training.
 

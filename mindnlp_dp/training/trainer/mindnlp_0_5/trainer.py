@@ -103,14 +103,13 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         takes_it = self.model_accepts_loss_kwargs or self.compute_loss_func is not None  # type: ignore[attr-defined]
         return takes_it and "labels" in inputs
 
-    def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
+    def loss_of_training_step(self, inputs: dict[str, Any]) -> Any:
         # training_step() divides the loss by this number; the exchange weights it already.
         self.current_gradient_accumulation_steps = 1
         num_items = []
         if self._counts_labels(inputs):
             num_items = [mindnlp_api().tensor(self.loss_weight(inputs))]
-        loss = self.training_step(self.model, inputs, *num_items)  # type: ignore[attr-defined]
-        return float(loss.asnumpy())
+        return self.training_step(self.model, inputs, *num_items)  # type: ignore[attr-defined]
 
     # Training.
 
