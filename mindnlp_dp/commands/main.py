@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,11 +23,18 @@ from mindnlp_dp.launch.options import (
 )
 from mindnlp_dp.launch.run import run_job
 
+# Subcommands that became scripts in homework/ before version 0.1.0; to be removed with 0.2.0.
+MOVED = ("algorithms", "scaling")
+
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run a subcommand and return its exit code."""
     parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in MOVED:
+        script = ["python", f"homework/{words[0]}.py", *words[1:]]
+        parser.error(f"{words[0]} is a script of the repository now; type there: {shlex.join(script)}")
+    args, unknown = parser.parse_known_args(words)
     if unknown:
         # The error shows the usage of the subcommand that was typed.
         getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -83,42 +91,6 @@ def _parser() -> argparse.ArgumentParser:
         "--report", type=Path, metavar="FILE", help="where to write that report (default: device_report.md)"
     )
     doctor.set_defaults(run=_doctor)
-    algorithms = commands.add_parser(
-        "algorithms",
-        help="compare all-reduce algorithms, or explain one",
-        description="Run Reduce + Broadcast, DataParallel, a parameter server and the ring at several numbers of ranks "
-        "on this host: bytes and messages, counted, and time, measured and predicted. With --explain, print the "
-        "messages of one of them, step by step, instead.",
-    )
-    algorithms.add_argument(
-        "--nproc", type=_positive, nargs="+", default=[2, 4, 8], metavar="N", help="numbers of ranks (default: 2 4 8)"
-    )
-    algorithms.add_argument(
-        "--bytes", type=_positive, nargs="+", default=[4096, 1 << 20, 1 << 24], metavar="B",
-        help="sizes of the array (default: 4 KiB, 1 MiB, 16 MiB)",
-    )  # fmt: skip
-    algorithms.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
-    algorithms.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
-    algorithms.add_argument(
-        "--explain", metavar="NAME", help="reduce_broadcast, data_parallel, parameter_server or ring"
-    )
-    algorithms.set_defaults(run=_algorithms)
-    scaling = commands.add_parser(
-        "scaling",
-        help="measure one rank and several, and fit Amdahl's and Gustafson's laws",
-        description="Train a small RoBERTa with one rank and with several, once with a constant global batch "
-        "and once with a constant batch of each rank; fit the parallel fraction, and print the laws' predictions.",
-    )
-    scaling.add_argument(
-        "--nproc", type=_positive, nargs="+", default=[2], metavar="N", help="numbers of ranks (default: 2)"
-    )
-    scaling.add_argument(
-        "--batch", type=_positive, default=64, metavar="B", help="samples of a single rank (default: 64)"
-    )
-    scaling.add_argument("--updates", type=_positive, default=30, metavar="U", help="measured updates (default: 30)")
-    scaling.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
-    scaling.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
-    scaling.set_defaults(run=_scaling)
     _add_plan(commands)
     _add_estimate(commands)
     report = commands.add_parser(
@@ -270,31 +242,6 @@ def _doctor(args: argparse.Namespace) -> int:
         return run_device_report(args.devices or [0, 1], args.report or Path("device_report.md"))
     except (ValueError, OSError) as error:
         print(f"mindnlp-dp doctor: {error}", file=sys.stderr)
-        return 2
-
-
-def _algorithms(args: argparse.Namespace) -> int:
-    # Imported here because the other commands need neither module.
-    from mindnlp_dp.commands.algorithms.comparison import run
-    from mindnlp_dp.commands.algorithms.explain import explain
-
-    try:
-        if args.explain:
-            print("\n\n".join(explain(args.explain, nproc) for nproc in args.nproc))
-            return 0
-        return run(args.nproc, args.bytes, args.plot, args.json)
-    except (LaunchError, ValueError, RuntimeError) as error:
-        print(f"mindnlp-dp algorithms: {error}", file=sys.stderr)
-        return 2
-
-
-def _scaling(args: argparse.Namespace) -> int:
-    from mindnlp_dp.commands.scaling.prediction import run
-
-    try:
-        return run(args.nproc, args.batch, args.updates, args.plot, args.json)
-    except (LaunchError, ValueError, RuntimeError) as error:
-        print(f"mindnlp-dp scaling: {error}", file=sys.stderr)
         return 2
 
 

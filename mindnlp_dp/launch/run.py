@@ -168,20 +168,17 @@ def _code_of(interrupt: KeyboardInterrupt) -> int:
     return 128 + (interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT)
 
 
-# For commands that measure: the module that is run gets --write FILE after its other flags, and writes its numbers to
-# that file.
-
-
-def run_measurement(module: str, world_size: int, flags: Sequence[str]) -> Any:
-    """Run ``module`` on ``world_size`` ranks and return the JSON that it wrote.
+def run_measurement(command: Sequence[str], world_size: int) -> Any:
+    """Run ``python COMMAND --write FILE`` on ``world_size`` ranks under MPI; return the JSON that rank 0 wrote to FILE.
 
     Raises:
+        LaunchError: the job could not be started.
         RuntimeError: the job failed; it has printed the reason.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "measured.json")
-        command = ["-m", module, *flags, "--write", str(file)]
         options = JobOptions(tee="none")
+        command = [*command, "--write", str(file)]
         if run_job(world_size, command, backend="mpi", log_dir=Path(folder, "logs"), options=options) != 0:
             raise RuntimeError(f"the job with {world_size} ranks failed; see its message above")
         return json.loads(file.read_text())

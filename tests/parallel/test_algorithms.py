@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindnlp_dp.commands.algorithms import ALGORITHMS, MPIEndpoint
-from mindnlp_dp.commands.algorithms.costs import traffic
+from theory.all_reduce import ALGORITHMS
+from theory.costs import traffic
+from theory.endpoint import MPIEndpoint
 
 pytestmark = pytest.mark.core
 

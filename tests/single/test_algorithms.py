@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mindnlp_dp.commands.algorithms import (
-    ALGORITHMS,
-    ParameterServer,
-    broadcast,
-    parameter_server_all_reduce,
-    reduce,
-    run_ranks,
-)
-from mindnlp_dp.commands.algorithms.comparison import plot, table_rows
-from mindnlp_dp.commands.algorithms.costs import CostModel, fit, traffic
-from mindnlp_dp.commands.algorithms.explain import explain
+from algorithms import plot, table_rows
+from mindnlp_dp.commands.main import MOVED, main
+from theory.all_reduce import ALGORITHMS, ParameterServer, broadcast, parameter_server_all_reduce, reduce
+from theory.costs import CostModel, fit, traffic
+from theory.endpoint import run_ranks
+from theory.explain import explain
 
+HOMEWORK = Path(__file__).resolve().parents[2] / "homework"
 WORLD_SIZES = range(1, 9)
 LENGTHS = [0, 1, 2, 7, 64, 1001]
 
@@ -202,13 +199,6 @@ def test_every_algorithm_can_be_explained(algorithm, world_size):
     assert f"Now every rank holds the sum of [{'+'.join(map(str, range(world_size)))}]." in text
 
 
-def test_what_cannot_be_explained():
-    with pytest.raises(ValueError, match="unknown algorithm 'tree'; expected one of reduce_broadcast, data_parallel"):
-        explain("tree", 4)
-    with pytest.raises(ValueError, match="nothing moves in a world of 1"):
-        explain("ring", 1)
-
-
 def test_a_model_is_fitted_and_predicts_in_closed_form():
     true = CostModel(5e-6, 1e-9, 2e-10)
     sizes = [4, 1000, 10_000, 1_000_000]
@@ -248,34 +238,60 @@ def test_rows_and_the_picture_of_them(tmp_path):
 
 
 def test_nothing_imports_mindspore():
-    code = (
-        "import sys, mindnlp_dp.commands.algorithms.comparison, "
-        "mindnlp_dp.commands.algorithms.timing_job; assert 'mindspore' not in sys.modules"
+    code = "import sys, algorithms, algorithms_job, scaling; assert 'mindspore' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=HOMEWORK)
+
+
+def script(name, *args, **options):
+    done = subprocess.run(
+        [sys.executable, str(HOMEWORK / name), *args], capture_output=True, text=True, timeout=100, **options
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def command(*args):
-    done = subprocess.run([sys.executable, "-m", "mindnlp_dp", *args], capture_output=True, text=True, timeout=100)
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_command_explains_and_says_what_it_cannot():
-    assert command("algorithms", "--explain", "ring", "--nproc", "4") == (0, RING_OF_FOUR + "\n", "")
-    code, _, said = command("algorithms", "--explain", "tree")
-    assert (code, said.splitlines()[-1].partition(";")[0]) == (2, "mindnlp-dp algorithms: unknown algorithm 'tree'")
-    code, _, said = command("scaling", "--nproc", "1")
-    assert (code, said) == (
-        2, "mindnlp-dp scaling: scaling compares one rank with several; --nproc needs a number of at least 2\n",
-    )  # fmt: skip
+def test_the_script_explains_an_algorithm_from_any_folder(tmp_path):
+    assert script("algorithms.py", "--explain", "ring", "--nproc", "4", cwd=tmp_path) == (0, RING_OF_FOUR + "\n", "")
 
 
-def test_the_command_compares(tmp_path):
-    files = ["--json", str(tmp_path / "out" / "rows.json"), "--plot", str(tmp_path / "out" / "plot.png")]
-    code, table, _ = command("algorithms", "--nproc", "2", "3", "--bytes", "4096", "1000", *files)
+def test_a_reader_that_ends_early_gets_no_traceback():
+    line = f'"{sys.executable}" "{HOMEWORK}/algorithms.py" --explain ring --nproc 60 | head -1'
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith("ring, 60 ranks.")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("algorithms.py", ["--explain", "tree"], "argument --explain: invalid choice: 'tree' (choose from "),
+        ("algorithms.py", ["--nproc", "1"], "argument --nproc: must be a number of at least 2, got 1"),
+        ("algorithms.py", ["--bytes", "1k"], "argument --bytes: must be a number of at least 4, got 1k"),
+        ("scaling.py", ["--nproc", "1"], "argument --nproc: must be a number of at least 2, got 1"),
+        ("scaling.py", ["--updates", "0"], "argument --updates: must be a number of at least 1, got 0"),
+    ],
+)
+def test_a_wrong_argument_is_named(name, arguments, said):
+    code, output, errors = script(name, *arguments)
+    assert (code, output) == (2, "")
+    assert errors.splitlines()[-1].startswith(f"{name}: error: {said}")
+
+
+def test_the_script_compares_the_algorithms(tmp_path):
+    files = ["--json", "out/rows.json", "--plot", "out/plot.png"]
+    code, table, _ = script("algorithms.py", "--nproc", "2", "3", "--bytes", "4096", "1000", *files, cwd=tmp_path)
     assert code == 0
     assert "DIFFERS" not in table
     rows = json.loads((tmp_path / "out" / "rows.json").read_text())["rows"]
     assert len(rows) == len(ALGORITHMS) * 2 * 2
     assert all(row["equals_formula"] and row["seconds"] > 0 and row["predicted_seconds"] > 0 for row in rows)
     assert (tmp_path / "out" / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_the_former_subcommand_says_what_to_type(name, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([name, "--nproc", "4"])
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"mindnlp-dp: error: {name} is a script of the repository now; type there: python homework/{name}.py --nproc 4"
+    )
+    assert (HOMEWORK / f"{name}.py").exists()

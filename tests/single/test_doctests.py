@@ -1,4 +1,4 @@
-"""Runs the examples in the docstrings of the package."""
+"""Runs the examples in the docstrings of the package, and of the course's theory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WITH_EXAMPLES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in (ROOT / "mindnlp_dp").rglob("*.py")
+    ".".join(path.relative_to(folder.parent).with_suffix("").parts)
+    for folder in (ROOT / "mindnlp_dp", ROOT / "homework" / "theory")
+    for path in folder.rglob("*.py")
     if ">>> " in path.read_text(encoding="utf-8")
 )
 

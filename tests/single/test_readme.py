@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import mindnlp_dp as dp
+from mindnlp_dp.commands.main import MOVED
 from mindnlp_dp.text_classification.config import FinetuneConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,8 @@ def test_commands_exist(page):
     source = (ROOT / "mindnlp_dp" / "commands" / "main.py").read_text(encoding="utf-8")
     known = set(re.findall(r'add_parser\(\s*"(\w+)"', source))
     named = set(re.findall(r"(?:^|`)mindnlp-dp (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE))
-    assert named <= known
+    # The changelog also names former subcommands.
+    assert named <= known | (set(MOVED) if page.name == "CHANGELOG.md" else set())
 
 
 def test_the_pages_say_something():

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from mindnlp_dp.commands.scaling import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
-from mindnlp_dp.commands.scaling.prediction import LAWS, fit, plot, print_report
+from scaling import LAWS, fit, plot, print_report
+from theory.speedup import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
 
 WAYS = [way for way, _ in LAWS.values()]
 
@@ -71,3 +76,13 @@ def test_ranks_that_are_slower_than_one_predict_nothing(capsys):
     assert said.count("note: 2 ranks are slower than one, which no fraction explains; nothing is predicted") == 2
     assert [line.split()[0] for line in said.splitlines() if line[:7].strip().isdigit()] == ["1", "2"] * 2
     assert "0.0000" in said
+
+
+@pytest.mark.slow
+def test_the_script_measures_both_laws(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "homework" / "scaling.py"
+    command = [sys.executable, str(script), "--batch", "4", "--updates", "2", "--json", "out.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    laws = json.loads((tmp_path / "out.json").read_text())["laws"]
+    assert {law: sorted(found["speedups"]) for law, found in laws.items()} == {law: ["1", "2"] for law in LAWS}

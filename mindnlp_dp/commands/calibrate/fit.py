@@ -37,7 +37,7 @@ def measure_cluster(num_ranks: int) -> dict[str, Any]:
         LaunchError: The job could not be started.
         RuntimeError: The job failed.
     """
-    measured = run_measurement("mindnlp_dp.commands.calibrate.rates_job", num_ranks, [])
+    measured = run_measurement(["-m", "mindnlp_dp.commands.calibrate.rates_job"], num_ranks)
     return fit_cluster(measured, memory=_memory() / num_ranks)
 
 

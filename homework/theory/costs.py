@@ -1,6 +1,6 @@
 """This module computes what the algorithms cost: the exact bytes and messages, and the time by a model.
 
-comparison.py calls it. The time of a message of n bytes is ``latency + n / bandwidth`` (Hockney's model: "The
+``algorithms.py`` calls it. The time of a message of n bytes is ``latency + n / bandwidth`` (Hockney's model: "The
 communication challenge for MPP", Parallel Computing, 1994), fitted to a short measurement; the time of the additions,
 at a measured rate per byte, is added.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindnlp_dp.commands.algorithms.endpoint import bounds_of
+from theory.endpoint import bounds_of
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from typing import Any, Callable, TypeVar
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.mpi.transport import mpi_library
-
 T = TypeVar("T")
 
 # A thread that has waited this long for a message is considered deadlocked.
@@ -90,11 +88,6 @@ class MPIEndpoint(Endpoint):
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
-
-    @classmethod
-    def of_world(cls) -> MPIEndpoint:
-        """Return this process's endpoint among all processes that ``mpirun`` started."""
-        return cls(mpi_library().COMM_WORLD)
 
     def _send(self, message: Message) -> None:
         self.comm.Send(np.ascontiguousarray(message.payload), dest=message.dst)

@@ -1,72 +1,26 @@
-"""This module runs ``mindnlp-dp scaling``: it measures one rank and several, and prints and plots the laws' fit."""
+"""Measure how training scales on this host, and fit the laws of Amdahl and Gustafson to it.
+
+    python homework/scaling.py --plot outputs/scaling.png              (needs MPI: pip install "mindnlp-dp[mpi]")
+
+It trains a small RoBERTa with one rank and with several, once with a constant global batch (Amdahl) and once with a
+constant batch of each rank (Gustafson), fits the parallel fraction, and prints what the laws predict for more ranks.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
-from mindnlp_dp.launch.run import run_measurement
+from algorithms import at_least
+from mindnlp_dp.launch.run import LaunchError, run_measurement
 from mindnlp_dp.report.outputs import write_outputs
+from theory.speedup import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
 
-# The laws of Amdahl and Gustafson say what N devices gain when a fraction p of the work can be divided among them.
-# Amdahl keeps the work fixed: the global batch is constant, and each device gets less of it. Gustafson lets the work
-# grow: the batch of each device is constant.
-#
-# Amdahl, "Validity of the single processor approach to achieving large scale computing capabilities", AFIPS 1967.
-# Gustafson, "Reevaluating Amdahl's law", Communications of the ACM 31(5), 1988.
-
-
-def amdahl_speedup(num_devices: float, fraction: float) -> float:
-    """Return how many times faster the same work is done: ``1 / ((1 - p) + p / N)``.
-
-    >>> amdahl_speedup(4, 1.0), amdahl_speedup(4, 0.0), round(amdahl_speedup(1_000_000, 0.9), 2)
-    (4.0, 1.0, 10.0)
-    """
-    _check(num_devices, fraction)
-    return 1 / ((1 - fraction) + fraction / num_devices)
-
-
-def gustafson_speedup(num_devices: float, fraction: float) -> float:
-    """Return how many times more work is done in the same time: ``(1 - p) + p N``.
-
-    >>> gustafson_speedup(4, 1.0), gustafson_speedup(4, 0.0), gustafson_speedup(10, 0.5)
-    (4.0, 1.0, 5.5)
-    """
-    _check(num_devices, fraction)
-    return (1 - fraction) + fraction * num_devices
-
-
-def parallel_fraction(num_devices: float, speedup: float, law: str = "amdahl") -> float:
-    """Return the fraction for which a law gives this speed-up; above 1 if the speed-up exceeds the number of devices.
-
-    >>> parallel_fraction(2, amdahl_speedup(2, 0.8)), parallel_fraction(8, gustafson_speedup(8, 0.75), "gustafson")
-    (0.8, 0.75)
-    """
-    if num_devices <= 1 or speedup <= 0:
-        raise ValueError(f"a fraction needs 2 devices or more and a speed-up, got {num_devices} and {speedup}")
-    if law == "amdahl":
-        return (1 - 1 / speedup) / (1 - 1 / num_devices)
-    if law == "gustafson":
-        return (speedup - 1) / (num_devices - 1)
-    raise ValueError(f'law must be "amdahl" or "gustafson", got {law!r}')
-
-
-def throughput(rate_of_one: float, num_devices: float, efficiency: float) -> float:
-    """Return samples per second: the rate of one device, times the number of devices, times the efficiency.
-
-    >>> throughput(400, 2, 0.95)
-    760.0
-    """
-    return rate_of_one * num_devices * efficiency
-
-
-def _check(num_devices: float, fraction: float) -> None:
-    if num_devices < 1 or not 0 <= fraction <= 1:
-        raise ValueError(f"expected 1 device or more and a fraction from 0 to 1, got {num_devices} and {fraction}")
-
-
+JOB = str(Path(__file__).with_name("scaling_job.py"))
 _PREDICTED = (2, 4, 8, 16, 32, 64)
 
 LAWS = {
@@ -79,15 +33,11 @@ def measure(world_sizes: Sequence[int], batch: int, num_updates: int) -> dict[in
     """Measure samples per second for each number of ranks, for both kinds of batch; run one job after another.
 
     Raises:
+        LaunchError: a job could not start.
         RuntimeError: a job failed.
     """
-    flags = ["--batch", str(batch), "--updates", str(num_updates)]
-    return {
-        world_size: run_measurement("mindnlp_dp.commands.scaling.throughput_job", world_size, flags)[
-            "samples_per_second"
-        ]
-        for world_size in world_sizes
-    }
+    command = [JOB, "--batch", str(batch), "--updates", str(num_updates)]
+    return {world_size: run_measurement(command, world_size)["samples_per_second"] for world_size in world_sizes}
 
 
 def fit(rates: dict[int, dict[str, float]]) -> dict[str, dict[str, Any]]:
@@ -150,18 +100,32 @@ def plot(fitted: dict[str, dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def run(
-    nproc: Sequence[int], batch: int, num_updates: int, plot_file: Optional[Path], json_file: Optional[Path]
-) -> int:
+def main() -> int:
     """Measure, print the report, write the requested files, and return the exit code."""
-    world_sizes = sorted({1, *nproc})
-    if len(world_sizes) < 2:
-        raise ValueError("scaling compares one rank with several; --nproc needs a number of at least 2")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--nproc", type=at_least(2), nargs="+", default=[2], metavar="N",
+        help="numbers of ranks, besides a single one (default: 2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", type=at_least(1), default=64, metavar="B", help="samples of a single rank (default: 64)"
+    )
+    parser.add_argument("--updates", type=at_least(1), default=30, metavar="U", help="measured updates (default: 30)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
+    args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    if max(world_sizes) > cores:
-        print(f"note: {max(world_sizes)} ranks share {cores} cores, and so cannot scale beyond them")
-    fitted = fit(measure(world_sizes, batch, num_updates))
-    print(f"{cores} cores; a RoBERTa of two layers, {batch} samples of one rank alone, {num_updates} updates")
+    if max(args.nproc) > cores:
+        print(f"note: {max(args.nproc)} ranks share {cores} cores, and so cannot scale beyond them")
+    try:
+        fitted = fit(measure(sorted({1, *args.nproc}), args.batch, args.updates))
+    except (LaunchError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    print(f"{cores} cores; a RoBERTa of two layers, {args.batch} samples of one rank alone, {args.updates} updates")
     print_report(fitted)
-    numbers = {"cores": cores, "batch": batch, "laws": fitted}
-    return 0 if write_outputs(numbers, json_file, lambda path: plot(fitted, path), plot_file) else 1
+    numbers = {"cores": cores, "batch": args.batch, "laws": fitted}
+    return 0 if write_outputs(numbers, args.json, lambda path: plot(fitted, path), args.plot) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

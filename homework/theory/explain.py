@@ -1,4 +1,4 @@
-"""This module prints the messages of an algorithm, step by step, for ``mindnlp-dp algorithms --explain``.
+"""This module prints the messages of an algorithm, step by step, for ``algorithms.py --explain``.
 
 The text comes from an actual run, in which rank r contributes 2 to the power of r, so that every sum shows which ranks
 it contains.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindnlp_dp.commands.algorithms import ALGORITHMS
-from mindnlp_dp.commands.algorithms.endpoint import Message, run_ranks
+from theory.all_reduce import ALGORITHMS
+from theory.endpoint import Message, run_ranks
 
 _INTRODUCTIONS = {
     "reduce_broadcast": "Every rank sends its array to rank 0, which adds them up and sends everyone the sum.",
@@ -20,15 +20,7 @@ _INTRODUCTIONS = {
 
 
 def explain(algorithm: str, world_size: int) -> str:
-    """Return every message of one all-reduce over ``world_size`` ranks, as text.
-
-    Raises:
-        ValueError: the algorithm is unknown, or there are fewer than two ranks.
-    """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
-    if world_size < 2:
-        raise ValueError(f"nothing moves in a world of {world_size}; use 2 ranks or more")
+    """Return every message of one all-reduce over ``world_size`` ranks, 2 or more, as text."""
 
     def run(endpoint):  # type: ignore[no-untyped-def]
         return ALGORITHMS[algorithm](endpoint, np.full(world_size, 1 << endpoint.rank, np.int64))

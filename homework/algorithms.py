@@ -1,34 +1,44 @@
-"""This module runs ``mindnlp-dp algorithms``: every algorithm at every number of ranks, as a table and a plot.
+"""Compare four algorithms of all-reduce on this host, or print the messages of one of them, step by step.
 
-For each algorithm it compares the counted bytes and messages of the rank that sends most with the formula, and the
-measured time of an all-reduce with the cost model's prediction.
+    python homework/algorithms.py --explain ring --nproc 4
+    python homework/algorithms.py --plot outputs/algorithms.png        (needs MPI: pip install "mindnlp-dp[mpi]")
+
+The algorithms are Reduce + Broadcast, DataParallel, a parameter server and the ring; theory/all_reduce.py has them. For
+each, the table compares the bytes and messages of the rank that sends most with the formula, and the time of an
+all-reduce with the prediction of a cost model.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
-from mindnlp_dp.commands.algorithms.costs import CostModel, traffic
-from mindnlp_dp.launch.run import run_measurement
+from mindnlp_dp.launch.run import LaunchError, run_measurement
 from mindnlp_dp.report.outputs import write_outputs
+from theory.all_reduce import ALGORITHMS
+from theory.costs import CostModel, traffic
+from theory.explain import explain
+
+JOB = str(Path(__file__).with_name("algorithms_job.py"))
 
 # The fitted cost model of an algorithm; the default is "one at a time".
 _PATTERN = {"ring": "all at once"}
 
 
 def measure(world_sizes: Sequence[int], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Run one mpirun job after another, one for each number of ranks; return a row for each algorithm and size.
+    """Run one job after another, one for each number of ranks; return a row for each algorithm and size.
 
     Raises:
+        LaunchError: a job could not start.
         RuntimeError: a job failed.
     """
-    flags = ["--bytes", *map(str, sizes)]
-    jobs = [
-        run_measurement("mindnlp_dp.commands.algorithms.timing_job", world_size, flags) for world_size in world_sizes
-    ]
+    command = [JOB, "--bytes", *map(str, sizes)]
+    jobs = [run_measurement(command, world_size) for world_size in world_sizes]
     return [row for job in jobs for row in table_rows(job)]
 
 
@@ -118,11 +128,48 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def run(world_sizes: Sequence[int], sizes: Sequence[int], plot_file: Optional[Path], json_file: Optional[Path]) -> int:
-    """Measure, print the table, write the requested files, and return the exit code."""
+def at_least(least: int) -> Callable[[str], int]:
+    """Return argparse's type for a number of at least ``least``."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a number of at least {least}, got {text}")
+        return int(text)
+
+    return number
+
+
+def main() -> int:
+    """Explain an algorithm, or measure all and print the table; return 1 if a file or a formula is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--explain", choices=ALGORITHMS, help="print the messages of this algorithm instead; needs no MPI"
+    )
+    parser.add_argument(
+        "--nproc", type=at_least(2), nargs="+", default=[2, 4, 8], metavar="N", help="numbers of ranks (default: 2 4 8)"
+    )
+    parser.add_argument(
+        "--bytes", type=at_least(4), nargs="+", default=[4096, 1 << 20, 1 << 24], metavar="B",
+        help="sizes of the array of float32 (default: 4 KiB, 1 MiB, 16 MiB)",
+    )  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
+    args = parser.parse_args()
+    if args.explain:
+        # A reader that ends early (head, a pager) ends this process, without a traceback.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        print("\n\n".join(explain(args.explain, world_size) for world_size in args.nproc))
+        return 0
     cores = len(os.sched_getaffinity(0))
-    rows = measure(world_sizes, sizes)
+    try:
+        rows = measure(args.nproc, args.bytes)
+    except (LaunchError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
     print(f"{cores} cores; all-reduce of float32; times are medians, of the slowest rank")
     print_table(rows)
-    is_written = write_outputs({"cores": cores, "rows": rows}, json_file, lambda path: plot(rows, path), plot_file)
+    is_written = write_outputs({"cores": cores, "rows": rows}, args.json, lambda path: plot(rows, path), args.plot)
     return 0 if is_written and all(row["equals_formula"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

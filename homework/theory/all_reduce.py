@@ -1,4 +1,7 @@
-"""This module implements the textbook algorithms of all-reduce, over ``send`` and ``recv`` of an endpoint."""
+"""The textbook algorithms of all-reduce, over ``send`` and ``recv`` of an endpoint; training does not use them.
+
+Each one is a function of an endpoint and a flat array, and returns the sum over all ranks on every rank.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Callable, Optional
 
 import numpy as np
 
-from mindnlp_dp.commands.algorithms.endpoint import Endpoint, parts_of
+from theory.endpoint import Endpoint, parts_of
 
 # Ring all-reduce: every rank sends only to its right neighbour, all ranks at once.
 #
@@ -183,3 +186,11 @@ def all_reduce(endpoint: Endpoint, array: np.ndarray) -> np.ndarray:
     """Return the sum over the ranks, on every rank: Reduce to rank 0, then Broadcast from it."""
     total = reduce(endpoint, array)
     return broadcast(endpoint, array if total is None else total)
+
+
+ALGORITHMS = {
+    "reduce_broadcast": all_reduce,
+    "data_parallel": data_parallel_all_reduce,
+    "parameter_server": parameter_server_all_reduce,
+    "ring": ring_all_reduce,
+}

@@ -1,4 +1,4 @@
-"""This job measures how many samples per second a small RoBERTa trains at one number of ranks, for mindnlp-dp scaling.
+"""Measure how many samples per second a small RoBERTa trains at one number of ranks; scaling.py starts this job.
 
 It measures twice: with a constant global batch, of which each rank's part shrinks (Amdahl), and with a constant batch
 on each rank, so that the global batch grows (Gustafson).
@@ -25,7 +25,7 @@ WARM_UP = 20
 
 
 def main() -> None:
-    """Measure the training throughput of this job's ranks; rank 0 prints it as JSON."""
+    """Measure the training throughput of this job's ranks; rank 0 writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, required=True, help="samples of one rank alone")
     parser.add_argument("--updates", type=int, required=True)

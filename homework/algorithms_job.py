@@ -1,6 +1,6 @@
-"""This job times and counts every algorithm at one number of ranks; ``mindnlp-dp algorithms`` runs it under mpirun.
+"""Time and count every algorithm of all-reduce at one number of ranks; algorithms.py starts this job.
 
-mpirun -n 4 python -m mindnlp_dp.commands.algorithms.timing_job --bytes 4096 1048576 --write FILE
+mpirun -n 4 python homework/algorithms_job.py --bytes 4096 1048576 --write FILE
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.commands.algorithms import ALGORITHMS, MPIEndpoint
-from mindnlp_dp.commands.algorithms.costs import fit
+from theory.all_reduce import ALGORITHMS
+from theory.costs import fit
+from theory.endpoint import MPIEndpoint
 
 # The message sizes to which the cost model is fitted.
 _FIT_BYTES = (4, 1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
@@ -27,13 +29,18 @@ _SECONDS, _MOST_REPEATS = 0.4, 30
 
 
 def main() -> None:
-    """Time the algorithms on the ranks of this job; rank 0 prints the times as JSON."""
+    """Time the algorithms on the ranks of this job; rank 0 writes the times as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=int, nargs="+", required=True)
     parser.add_argument("--write", type=Path, required=True)
     args = parser.parse_args()
-    endpoint = MPIEndpoint.of_world()
-    comm = endpoint.comm
+    try:
+        # Not above: this import starts MPI.
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        sys.exit(f'error: MPI cannot be used: {error}; pip install "mindnlp-dp[mpi]"')
+    comm = MPI.COMM_WORLD
+    endpoint = MPIEndpoint(comm)
     measured: dict[str, Any] = {"world_size": comm.size, "models": _fit_models(endpoint), "algorithms": {}}
     for name, algorithm in ALGORITHMS.items():
         rows = []
