@@ -30,6 +30,7 @@ from mindspore import Tensor, from_numpy
 from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.runtime.arrays import read
 from mindnlp_dp.runtime.partition import shard_bounds
 
 
@@ -74,7 +75,7 @@ def _part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def _gathered(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    whole, _ = gather_rows(np.moveaxis(x.asnumpy(), dim, 0), group)
+    whole, _ = gather_rows(np.moveaxis(read(x), dim, 0), group)
     return from_numpy(np.ascontiguousarray(np.moveaxis(whole, 0, dim)))
 
 

@@ -15,7 +15,7 @@ import xxhash
 from mindnlp_dp.communication.default_group import get_data_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.adapters import has_adapters
-from mindnlp_dp.runtime.arrays import dtype_name, set_weight, to_host
+from mindnlp_dp.runtime.arrays import dtype_name, read, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import named_buffers, named_weights, transient_buffers
 
 # The names that MindNLP 0.4 and PEFT give to frozen copies of fully trained modules, such as a new head: no computation
@@ -81,7 +81,7 @@ def assert_replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) ->
         if digests[rank][index] != digests[0][index]
     )
     name, weight = weights[index]
-    values = group.all_gather_object(weight.asnumpy().astype(np.float64))
+    values = group.all_gather_object(read(weight).astype(np.float64))
     distance = float(np.max(np.abs(values[rank] - values[0])))
     way_out = (
         "It is a buffer, which every rank's own samples change: call broadcast_buffers(model) first"

@@ -38,6 +38,9 @@ from mindnlp_dp.runtime.arrays import inspection
 # "auto" measures so many pairs of windows, without and with overlap; the first pair is only a warm-up.
 TRIAL_PAIRS = 8
 
+# On a device, gradients are compared in each such window once their order is learned.
+CHECKED_EVERY = 100
+
 # Overlap stays on if it saves at least this fraction of the time, and more than this number of standard errors.
 _WORTH_IT = 0.01
 
@@ -93,7 +96,7 @@ class Overlap:
         self._next = 0
         self._spans: list[tuple[str, float, float]] = []
         # State of the trial.
-        self._window = 0
+        self._window = self._num_windows = 0
         self._began: Optional[float] = None
         self._seconds = np.zeros((2, TRIAL_PAIRS))
 
@@ -123,6 +126,7 @@ class Overlap:
     def begin(self, buckets: Sequence[Bucket], weight: float, weight_so_far: float) -> None:
         """Prepare for the last backward pass of a window, whose gradients have the weight ``weight``."""
         self._began = self._clock()
+        self._num_windows += 1
         if weight == 0 or self.state is OverlapState.OFF:
             return
         if not self._handles:
@@ -204,19 +208,19 @@ class Overlap:
     def compare(self, gradients: Sequence[Optional[Any]]) -> None:
         """Check that the caller's gradients are those that the hooks saw, and record a problem if not.
 
-        This is done in every window, because a caller may clip, mask or add noise in some windows only. Afterwards the
-        references to the gradients are released. On a device it is done in the windows that learn the order: later it
-        would be nine operators per gradient and two waits for what was dispatched, and a gradient that is missing is
-        seen all the same.
+        On a host this is done in every window, because a caller may clip, mask or add noise in some windows only. On a
+        device, where it is nine operators per gradient and two waits for what was dispatched, it is done while the
+        order is learned and in every ``CHECKED_EVERY``-th window; a gradient that is missing is seen in all of them.
+        Afterwards the references to the gradients are released.
         """
         pairs = self._handed_over(gradients)
-        if self._on_device and not self.is_learning:
+        if not self._is_checked:
             there = [mine is not None for mine, _ in pairs]
         else:
             there = [mine is not None and mine.data_ptr() == seen.data_ptr() for mine, seen in pairs]
         if not all(there):
             self.problem = self.problem or "a gradient was replaced after its backward pass"
-        elif self.is_learning or not self._on_device:
+        elif self._is_checked:
             now = [self._fingerprint(mine) for mine, _ in pairs]
             self.has_changed = self._inspection.have_changed([then for _, _, then in self._evidence], now)
         if len(set(self.seen)) != len(self.seen):
@@ -228,7 +232,12 @@ class Overlap:
         return [(gradients[index], seen) for index, seen, _ in self._evidence]
 
     def _fingerprint(self, gradient: Any) -> Any:
-        return None if self._on_device and not self.is_learning else self._inspection.fingerprint(gradient)
+        return self._inspection.fingerprint(gradient) if self._is_checked else None
+
+    @property
+    def _is_checked(self) -> bool:
+        """Return whether this window's gradients are compared with those that the hooks saw."""
+        return not self._on_device or self.is_learning or self._num_windows % CHECKED_EVERY == 0
 
     def finish(self, buckets: Sequence[Bucket], weight: float) -> list[tuple[str, float, float]]:
         """Start the remaining buckets, wait for this rank's part of the exchange, and return its spans."""

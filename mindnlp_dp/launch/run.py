@@ -126,10 +126,12 @@ def _backend_and_device(backend: Optional[str], environ: Mapping[str, str]) -> t
         raise LaunchError(wrong)
     if backend != "mindspore" and not is_typed and count_devices("Ascend", environ):
         print(
-            f"this host has {device} cards: use them with --backend mindspore, or set DEVICE_TARGET=CPU"
+            f"this host has {device} cards, and its ranks use them; DEVICE_TARGET=CPU trains on the CPU"
             if backend is None
             else "this host has Ascend cards, and --backend mpi trains on its CPU; --backend mindspore uses them"
         )
+    if device == "CPU" and backend == "mindspore" and not is_typed and count_devices("GPU", environ):
+        print("this host has GPUs, and its ranks use the CPU; DEVICE_TARGET=GPU is for a MindSpore built for them")
     return backend or ("mpi" if device == "CPU" else "mindspore"), device
 
 

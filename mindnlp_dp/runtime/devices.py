@@ -29,7 +29,7 @@ def set_device_from_env() -> str:
     card = card_of_this_process(os.environ) if device != "CPU" else None
     if card is not None and not _has_set_a_device():
         mindspore.set_device(device, card)
-    elif device != current:
+    elif device != current and not _has_set_a_device():
         mindspore.set_device(device)
     return str(mindspore.get_context("device_target"))
 
@@ -107,7 +107,10 @@ def check_visible_devices(environ: Mapping[str, str]) -> Optional[str]:
     why = f"it reads {read}, and stops at any character that is neither a digit nor a comma"
     if re.fullmatch(r"\d+(,\d+)*", listed):
         why = "it takes ascending ids, each once"
-    return f"{variable}={environ[variable]!r} is not a list for CANN: {why}; write, for example, {variable}={meant}"
+    instead = f"write, for example, {variable}={meant}"
+    if not re.fullmatch(r"[\d,\s]*\d[\d,\s]*", listed):
+        instead = f"unset {variable} to use all NPUs, or list their numbers, for example {variable}=0,1,2,3"
+    return f"{variable}={environ[variable]!r} is not a list for CANN: {why}; {instead}"
 
 
 def count_devices(device: str, environ: Mapping[str, str]) -> int:

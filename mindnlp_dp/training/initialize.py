@@ -55,6 +55,7 @@ def init_process_group(
         ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
     """
     kernels, precision = check_kernels(kernels), check_precision(matmul_precision)
+    wants_determinism = check_deterministic(deterministic)
     if (group := current_group()) is not None:
         if backend not in ("auto", group.backend, group.backend_kind):
             raise ValueError(f"init_process_group({backend!r}), but the group was started with {group.backend!r}")
@@ -65,7 +66,6 @@ def init_process_group(
         return group
 
     check_level(checks)
-    wants_determinism = check_deterministic(deterministic)
     # MindNLP applies DEVICE_TARGET only when it is imported, which may be later.
     device = set_device_from_env()
     # Before communication starts: HCCL's communicators take the mode from MindSpore when they are created.

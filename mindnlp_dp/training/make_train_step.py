@@ -160,12 +160,30 @@ def make_train_step(
     is_checked = weight_of is None and not jit and not replicated.is_sharded
     used = {id(each): each for each in [*modules_of(forward_fn, parameters), trained] if is_module(each)}
     check = LossCheck(loss_of, weigher, list(used.values()), rows, "the loss of forward_fn") if is_checked else None
-    gradients_of = functools.partial(call_with, gradient_fn)
+
+    def gradients_of(inputs: Any) -> tuple[Any, Sequence[Any]]:
+        loss, gradients = call_with(gradient_fn, inputs)
+        return _checked_loss(loss), gradients
+
     forward_backward = ForwardBackward(
         replicated, window, gradients_of, loss_of, weigher, step.timeline, rows, dropout=check_dropout(dropout),
         loss_check=check,
     )  # fmt: skip
     return FunctionalStep(step, forward_backward, accumulation_steps, span_loss, seed)
+
+
+def _checked_loss(loss: Any) -> Any:
+    """Return what ``forward_fn`` returned; raise an error if it is not a scalar tensor."""
+    if not hasattr(loss, "asnumpy"):
+        raise TypeError(
+            f"forward_fn must return its loss as a tensor, so that it has a gradient; it returned {type(loss).__name__}"
+        )
+    if loss.size != 1:
+        raise ValueError(
+            f"forward_fn must return one loss, the mean of its micro-batch; it returned a tensor of shape "
+            f"{tuple(loss.shape)}"
+        )
+    return loss
 
 
 def _check_options(

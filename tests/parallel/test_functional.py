@@ -238,6 +238,23 @@ def test_a_bad_loss_on_one_rank_is_left_out_on_all(group):
         train_cell(group, batches=[batches[0], tuple(poisoned)], leave_out_bad_losses=False)
 
 
+@pytest.mark.parametrize(
+    ("convert", "error"),
+    [
+        (lambda losses: float(losses.mean().asnumpy()), "must return its loss as a tensor, .* it returned float"),
+        (lambda losses: losses, r"must return one loss, .* a tensor of shape \(4,\)"),
+        (lambda losses: (losses.mean(), losses), "must return its loss as a tensor, .* it returned tuple"),
+        (lambda losses: None, "must return its loss as a tensor, .* it returned NoneType"),
+    ],
+)
+def test_a_forward_fn_that_returns_no_loss_is_an_error(group, convert, error):
+    weight = mindspore.Parameter(mindspore.Tensor(np.ones(3, np.float32)), name="weight")
+    optimizer = mindspore.nn.SGD([weight], 0.1)
+    step = dp.make_train_step(lambda x: convert((x * weight).sum(-1)), optimizer, [weight], group=group)
+    with pytest.raises((TypeError, ValueError), match=error):
+        step(mindspore.Tensor(np.ones((4, 3), np.float32)))
+
+
 def test_options_that_do_not_go_together(group):
     net = network()
     parameters = net.trainable_params()

@@ -15,6 +15,7 @@ from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.p2p import ACTIVATIONS, GRADIENTS, PipelineP2P
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.mindspore.transport import MindSporeTransport
+from mindnlp_dp.data_parallel import overlap
 from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
 from mindnlp_dp.data_parallel.buckets.factory import make_buckets
 from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
@@ -330,6 +331,19 @@ def test_a_gradient_changed_in_place_on_the_device_is_seen_while_the_order_is_le
     np.testing.assert_array_equal(means[0].asnumpy(), np.full(SHAPES[0], value, np.float32))
     np.testing.assert_array_equal(means[2].asnumpy(), np.full(SHAPES[2], 2, np.float32))
     assert sync.overlap.off_reason.startswith("a gradient was changed")
+
+
+def test_a_gradient_replaced_in_a_later_update_is_seen_in_the_next_one_that_is_checked(group, parameters, monkeypatch):
+    monkeypatch.setattr(overlap, "CHECKED_EVERY", 4)
+    sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
+    for _ in range(3):
+        window(sync, parameters, 1.0)
+    with sync.backward(4.0):
+        gradients = backward(parameters, 2.0)
+    sync.accumulate([gradient * 0 for gradient in gradients], 4.0)
+    with pytest.warns(RuntimeWarning, match="a gradient was (changed|replaced) after its backward pass"):
+        means = sync.reduce()
+    assert not any(mean.asnumpy().any() for mean in means)
 
 
 def test_hooks_run_no_operators_of_their_own_once_the_order_is_learned(device, group):

@@ -55,6 +55,7 @@ class NumberedPipeline(Pipeline):
         self._sharers = mesh.group("dp_in_stage")
         self._streams, self._fails_at = streams, fails_at
         self.received = []
+        self._broken_by = ""
 
     def _tells_losses(self, batch):
         return False
@@ -93,7 +94,12 @@ def run_window(mesh, schedule, num_micro_batches, *, matches_in_order=True, fail
             batches = [
                 MicroBatch({"x": np.zeros((12, 2))}, None, lambda batch: 1.0, seed=0) for _ in range(num_micro_batches)
             ]
-            steps = list(pipeline.run(batches, []))
+            try:
+                steps = list(pipeline.run(batches, []))
+            except ValueError:
+                with pytest.raises(RuntimeError, match="cannot continue after an error in a window .*ValueError"):
+                    list(pipeline.run(batches, []))
+                raise
             assert all(isinstance(step, MicroStep) for step in steps)
             streams.synchronize(rank)
             for came, number in pipeline.received:

@@ -207,7 +207,7 @@ def test_npus_are_not_left_alone(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
     assert main(["run", "--nproc", "3", str(script)]) == 2
     said = capsys.readouterr()
-    assert said.out == "this host has Ascend cards: use them with --backend mindspore, or set DEVICE_TARGET=CPU\n"
+    assert said.out == "this host has Ascend cards, and its ranks use them; DEVICE_TARGET=CPU trains on the CPU\n"
     assert "3 workers, but this host has 2 Ascend devices" in said.err
 
 

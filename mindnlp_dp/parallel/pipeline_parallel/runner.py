@@ -28,7 +28,7 @@ from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, MicroB
 from mindnlp_dp.parallel.pipeline_parallel.p2p import StageP2P, to_arrays, to_tensors
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, StageOutput
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedGradients, TiedParameter
-from mindnlp_dp.runtime.arrays import dtype_name, from_host
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, number_of
 from mindnlp_dp.runtime.autograd import as_leaf_parameters
 from mindnlp_dp.runtime.random_state import num_calls, seeded
 from mindnlp_dp.schedules.pipeline import FORWARD, Action, actions, check_schedule, link_order
@@ -77,6 +77,8 @@ class Pipeline:
         self._is_training = False
         self._sharers = mesh.group("dp_in_stage")
         self._num_losses = 0
+        # Where messages are matched in order: the error that left messages which no rank receives.
+        self._broken_by = ""
         # Keep the signature, which is read, for example, to find the columns that the model uses.
         model.forward = functools.update_wrapper(functools.partial(self._forward), model.forward)
 
@@ -94,6 +96,7 @@ class Pipeline:
                 raise ValueError(f"{name}: a stage has only those of its layers; leave it out, or pp")
         if self._is_training:
             return self._stage_forward(*args, **kwargs)
+        self._check_usable()
         messages, stage = self.messages, self.stage
         messages.begin()
         if not self._is_first:
@@ -122,6 +125,7 @@ class Pipeline:
         """
         from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
+        self._check_usable()
         is_last = self._is_last
         self.messages.begin(() if is_last else link_order(self.schedule, self.stage, self.num_stages, len(batches)))
         as_leaf_parameters(parameters)
@@ -165,14 +169,23 @@ class Pipeline:
                 yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.weight))
             self.messages.p2p.wait()
         except BaseException as error:
-            # Where messages are matched in order, an abort would be taken for another message: the launcher ends the
-            # other ranks, which wait for this one.
-            if not self.messages.p2p.is_in_order:
+            # Where messages are matched in order, an abort would be taken for another message: this rank must end, and
+            # the launcher then ends the others, which wait for it.
+            if self.messages.p2p.is_in_order:
+                self._broken_by = f"{type(error).__name__}: {error}"
+            else:
                 self._abort(order, batches, waits=not isinstance(error, (KeyboardInterrupt, SystemExit)))
             self.messages.p2p.abandon()
             pynative_executor.set_grad_flag(False)
             pynative_executor.clear_res()
             raise
+
+    def _check_usable(self) -> None:
+        if self._broken_by:
+            raise RuntimeError(
+                f"the pipeline of rank {self.mesh.world.label()} cannot continue after an error in a window "
+                f"({self._broken_by}): messages between its stages are lost; end the job, and resume from a checkpoint"
+            )
 
     def _actions(self, num_micro_batches: int) -> deque[Action]:
         return deque(actions(self.schedule, self.stage, self.num_stages, num_micro_batches))
@@ -253,7 +266,7 @@ class Pipeline:
         """Return the loss of the full micro-batch. A collective of the ranks that split it, if they need it."""
         mine = came[1]
         if self._is_last:
-            mine = 0.0 if output is None else share.part * float(output.asnumpy())
+            mine = 0.0 if output is None else share.part * number_of(output)
         self._num_losses += 1
         if not self._tells_losses(share.micro):
             return mine

@@ -33,6 +33,7 @@ from mindnlp_dp.parallel.model_edits import Edit, ModelIndex, PPMissingLayer
 from mindnlp_dp.parallel.parallel_plan import ExpertPlan
 from mindnlp_dp.parallel.placement import Placements
 from mindnlp_dp.runtime.adapters import lora_layers
+from mindnlp_dp.runtime.arrays import read
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class ExpertParallelBlock(nn.Module):
         weights, chosen = ops.topk(functional.softmax(router_logits, dim=1), self._top_k, dim=-1)
         if self._norm_topk:
             weights = weights / ops.sum(weights, dim=-1, keepdim=True)
-        mixed = self._through_experts(tokens, chosen.asnumpy().reshape(-1), weights.to(tokens.dtype))
+        mixed = self._through_experts(tokens, read(chosen).reshape(-1), weights.to(tokens.dtype))
         if hasattr(self, "shared_expert"):
             mixed = mixed + functional.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
         return mixed.reshape(shape), router_logits

@@ -23,7 +23,7 @@ from mindspore.common._grad_function import _Function
 from mindnlp_dp.communication.autograd_ops import copy_to, gather_from, reduce_from
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.kernels.dispatch import supports
-from mindnlp_dp.runtime.arrays import to_host
+from mindnlp_dp.runtime.arrays import read, to_host
 from mindnlp_dp.runtime.model_outputs import outputs_with_loss
 from mindnlp_dp.runtime.partition import shard_bounds
 from mindnlp_dp.runtime.random_state import Shard, rank_local_rng, replicated_rng
@@ -203,7 +203,7 @@ def vocabulary_parallel_cross_entropy(
 class _CrossEntropy(_Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, places: np.ndarray, counted: np.ndarray, group: ProcessGroup) -> Tensor:
-        x = logits.asnumpy().astype(np.float32, copy=False)
+        x = read(logits).astype(np.float32, copy=False)
         rows = np.flatnonzero((places >= 0) & (places < x.shape[1]) & counted)
         largest = group.all_reduce(x.max(axis=1), op="max", every_step=True)
         powers = np.exp(x - largest[:, None])
@@ -224,7 +224,7 @@ class _CrossEntropy(_Function):
         # Copy, because the graph may be differentiated again.
         x = powers.copy()
         x[rows, places] -= 1
-        x *= np.where(counted, gradient.asnumpy() / num_counted, 0).astype(np.float32)[:, None]
+        x *= np.where(counted, read(gradient) / num_counted, 0).astype(np.float32)[:, None]
         return from_numpy(x).astype(dtype), None, None, None
 
 
