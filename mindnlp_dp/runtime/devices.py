@@ -100,7 +100,10 @@ def check_visible_devices(environ: Mapping[str, str]) -> Optional[str]:
     variable = _CARDS["Ascend"][1]
     # -1 hides all cards after it, which some users want.
     listed = re.split(r"(?:^|,)-1\b", environ.get(variable, ""))[0]
-    meant = ",".join(map(str, sorted({int(id_) for id_ in re.findall(r"\d+", listed)})))
+    ranges = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:\s*-\s*(\d+))?", listed)]
+    meant = ",".join(
+        map(str, sorted({id_ for first, last in ranges for id_ in range(first, min(last, first + 63) + 1)}))
+    )
     if listed == meant:
         return None
     read = ",".join(visible_devices("Ascend", environ) or []) or "none"
@@ -108,7 +111,7 @@ def check_visible_devices(environ: Mapping[str, str]) -> Optional[str]:
     if re.fullmatch(r"\d+(,\d+)*", listed):
         why = "it takes ascending ids, each once"
     instead = f"write, for example, {variable}={meant}"
-    if not re.fullmatch(r"[\d,\s]*\d[\d,\s]*", listed):
+    if not meant or re.search(r"[^\W\d]|(?:^|[,\s])-", listed):
         instead = f"unset {variable} to use all NPUs, or list their numbers, for example {variable}=0,1,2,3"
     return f"{variable}={environ[variable]!r} is not a list for CANN: {why}; {instead}"
 

@@ -128,7 +128,7 @@ def test_devices():
     [
         ("0,1,5", 3, None), ("", 0, None), ("7", 1, None), ("0,10", 2, None), ("-1", 0, None), ("1,-1,3", 1, None),
         ("1, 2,3", 1, "1,2,3"), (" 0,1", 0, "0,1"), ("0,1,", 2, "0,1"), ("0;1", 1, "0,1"), ("0-1", 1, "0,1"),
-        ("1,0", 2, "0,1"), ("0,0,1", 3, "0,1"),
+        ("1,0", 2, "0,1"), ("0,0,1", 3, "0,1"), ("0-3", 1, "0,1,2,3"),
     ],
 )  # fmt: skip
 def test_npus_are_counted_as_cann_counts_them(listed, count, meant):
@@ -138,6 +138,12 @@ def test_npus_are_counted_as_cann_counts_them(listed, count, meant):
     assert said is None if meant is None else said.endswith(f"; write, for example, ASCEND_RT_VISIBLE_DEVICES={meant}")
     assert check_visible_devices({**environ, "DEVICE_TARGET": "CPU"}) is None
     assert check_visible_devices({**environ, "DEVICE_TARGET": "Ascend"}) == said
+
+
+@pytest.mark.parametrize("listed", ["all", "NONE", "-2", "4,-10", "npu0"])
+def test_a_list_of_npus_that_has_no_numbers_is_answered_by_an_example(listed):
+    said = check_visible_devices({"ASCEND_RT_VISIBLE_DEVICES": listed})
+    assert said.endswith("or list their numbers, for example ASCEND_RT_VISIBLE_DEVICES=0,1,2,3")
 
 
 def test_gpus_are_counted_as_cuda_counts_them():
