@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Optional
 
@@ -44,7 +44,8 @@ class Termination:
         """End the job on SIGTERM, or on SIGHUP when the terminal is closed, inside the block."""
         # A signal that is ignored stays so: nohup ignores SIGHUP.
         numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-        return _handlers(numbers, self._hear)
+        # Except SIGCHLD: if the parent has ignored it, the kernel keeps no exit code of a child for this process.
+        return _handlers({**dict.fromkeys(numbers, self._hear), signal.SIGCHLD: signal.SIG_DFL})
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -57,7 +58,7 @@ class Termination:
 
     def ignored(self) -> AbstractContextManager[None]:
         """Ignore signals inside the block, so that this launcher can make sure that all ranks have ended."""
-        return _handlers((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)
+        return _handlers(dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN))
 
     def _hear(self, number: int, frame: object) -> None:
         if number != signal.SIGTERM or not self._is_awaited or self.asked is not None or not self._grace_period:
@@ -71,11 +72,11 @@ class Termination:
 
 
 @contextmanager
-def _handlers(numbers: Iterable[int], handler: Any) -> Iterator[None]:
-    """Install a handler for these signals inside the block. Python allows it in the main thread only."""
+def _handlers(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Install handlers of signals inside the block. Python allows it in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    previous = {number: signal.signal(number, handler) for number in numbers}
+        handlers = {}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

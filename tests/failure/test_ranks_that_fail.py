@@ -13,6 +13,7 @@ from conftest import (
     TIMEOUT_SECONDS,
     assert_nothing_is_left,
     core,
+    job_command,
     slow,
     start_job,
     wait_for_files,
@@ -74,6 +75,20 @@ def test_a_rank_that_is_killed(launch, backend):
     job = launch(HEAD + INIT + "if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT, backend=backend)
     assert job.exit_code == 128 + signal.SIGKILL
     assert "rank 1 of 2 was killed by signal 9" in job.output
+
+
+@pytest.mark.usefixtures("own_imports")
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
+def test_a_rank_that_is_killed_fails_the_job_whose_parent_ignores_sigchld(tmp_path, backend):
+    """Check a launcher whose parent, such as a daemon that avoids zombies, ignores SIGCHLD: exec inherits that."""
+    script = HEAD + ALONE[backend] + "if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT
+    done = subprocess.run(
+        job_command(tmp_path, script, backend=backend), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=tmp_path, timeout=TIMEOUT_SECONDS,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )  # fmt: skip
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout
+    assert "rank 1 of 2 was killed by signal 9" in done.stdout
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
@@ -209,7 +224,9 @@ def test_what_a_script_may_do_under_python(launch):
             raise SystemExit(5)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
         MPI.COMM_WORLD.barrier()
-        assert not [name for name in os.listdir("logs") if name.endswith(".status")]
+        from pathlib import Path
+        from mindnlp_dp.runtime import heartbeat
+        assert [rank.exit_code for rank in heartbeat.read(Path("logs/progress"))] == [None, None]
         MPI.COMM_WORLD.barrier()
         with open(f"said_{MPI.COMM_WORLD.rank}", "w") as sys.stdout:
             print("hello")

@@ -15,16 +15,18 @@ import mindnlp_dp
 from mindnlp_dp.commands.main import _parser, main
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.monitor.console import _Log
-from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_process, report_failure
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_process, find_failure, report_failure
+from mindnlp_dp.launch.monitor.snapshot import JobSnapshot
+from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, read_statuses, write_status
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import grace_seconds, terminate_ranks
 from mindnlp_dp.launch.processes.stack_dumps import describe_location, stacks_of
 from mindnlp_dp.launch.rendezvous.protocol import LONGEST_BYTES
 from mindnlp_dp.runtime import heartbeat, scratch_dir
 from mindnlp_dp.runtime.devices import default_device, set_device_from_env
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat, state_and_birth_of
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status, state_and_birth_of
 from mindnlp_dp.runtime.launch_env import launched_rank
 
 STALE = {
@@ -99,28 +101,34 @@ MPIRUN = [ExitedProcess(None, 1)]
     ],
 )
 def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
-    for index, status in statuses.items():
-        write_status(tmp_path, index, status)
     (tmp_path / "launcher.log").write_text(printed)
     rank, code, what = verdict
-    failure = find_failed_process(ended, read_statuses(tmp_path, range(2)), tmp_path, ranks=range(2))
+    failure = find_failed_process(ended, statuses, tmp_path, ranks=range(2))
     assert (failure.rank, failure.exit_code) == (rank, code)
     assert failure.what.startswith(what)
 
 
 @pytest.mark.parametrize("returncode", [0, 1])
 def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
-    for rank in range(2):
-        write_status(tmp_path, rank, Status(0, 1.0))
-    assert (
-        find_failed_process(
-            [ExitedProcess(0, returncode), ExitedProcess(1, 0)],
-            read_statuses(tmp_path, range(2)),
-            tmp_path,
-            ranks=range(2),
-        )
-        is None
-    )
+    ended = [ExitedProcess(0, returncode), ExitedProcess(1, 0)]
+    statuses = {rank: Status(0, 1.0) for rank in range(2)}
+    assert find_failed_process(ended, statuses, tmp_path, ranks=range(2)) is None
+
+
+@pytest.mark.parametrize("ended", [[ExitedProcess(None, 0)], [ExitedProcess(0, 0), ExitedProcess(1, 0)]])
+def test_a_rank_without_a_status_has_failed_whatever_its_parent_says(tmp_path, ended):
+    """Check exit codes of 0 where SIGCHLD is ignored, for mpirun and for the ranks of MindSpore's cluster."""
+    attempt = Attempt(0, "mpi", ["train.py"], str(tmp_path), [2])
+    ranks = [RankHeartbeat(changes=1, pid=1), RankHeartbeat(changes=1, pid=2)]
+    snapshot = JobSnapshot(ranks, {0: Status(0, 1.0)}, [HostReport(ended=ended)])
+    failure = find_failure(snapshot, [SimpleNamespace(lost="")], attempt, tmp_path, range(2))
+    assert (failure.rank, failure.exit_code, failure.what) == (1, 1, "ended without a word")
+
+
+def test_a_process_without_a_status_ends_the_job_at_once():
+    statuses = {0: Status(0, 1.0)}
+    assert JobSnapshot([], statuses, [HostReport(ended=[ExitedProcess(1, 0)])]).has_failed
+    assert not JobSnapshot([], statuses, [HostReport(ended=[ExitedProcess(0, 1), ExitedProcess(None, 1)])]).has_failed
 
 
 def test_launched_rank():
@@ -251,29 +259,25 @@ def test_the_rank_that_others_waited_for_is_one_of_those_left(tmp_path):
 def test_the_log_of_the_rank_that_failed_is_shown_unless_rank_0_was_seen_to_fail_too(
     tmp_path, capsys, main, shown, is_said
 ):
-    write_status(tmp_path, 0, Status(1, 6.0))  # after its output was shown
     report_failure(Failure(1, 1, "failed"), tmp_path, 2, 3.0, log_tail="  why", shown=shown, main=main)
     assert ("worker_1.log ends:\n  why" in capsys.readouterr().err) == is_said
 
 
-def status(code=1, of="job:0"):
-    return Status(code, 1.0, False, of)
-
-
-@pytest.mark.parametrize(
-    "said", ['{"exit_code": 0}', "[1]", '"x"', '{"exit_code": "x", "time": 1, "waited": false, "of": ""}', "{"]
-)
-def test_a_status_of_another_form_is_none(tmp_path, said):
-    (tmp_path / "worker_0.status").write_text(said)
-    assert read_statuses(tmp_path, range(1)) == {}
-
-
-def test_a_status_of_another_try_is_not_this_ones(tmp_path):
+def test_a_status_of_an_earlier_attempt_is_not_that_of_the_next_one(tmp_path):
     """Ignore the late status of a rank on a disconnected host, if the next attempt runs in the same shared folder."""
-    write_status(tmp_path, 0, status(of="job:0"))
-    write_status(tmp_path, 1, status(of="job:1"))
-    assert list(read_statuses(tmp_path, range(2), "job:1")) == [1]
-    assert list(read_statuses(tmp_path, range(2))) == [0, 1]
+    path = tmp_path / "progress"
+    first = heartbeat.create(path, 2)
+    late = heartbeat.HeartbeatWriter(path, 0)
+    second = heartbeat.create(path, 2)
+    heartbeat.HeartbeatWriter(path, 1).record_end(200, waited=True)
+    late.record_end(1, waited=False)
+    [early], [status] = (
+        heartbeat.read_statuses(first, range(2)).items(),
+        heartbeat.read_statuses(second, range(2)).items(),
+    )
+    assert (early[0], early[1].exit_code, early[1].waited) == (0, 1, False)
+    assert (status[0], status[1].exit_code, status[1].waited) == (1, 200, True)
+    assert [rank.exit_code for rank in heartbeat.read(path)] == [None, 200]
 
 
 def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):

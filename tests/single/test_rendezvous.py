@@ -21,7 +21,7 @@ from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.options import rendezvous_of
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess
 from mindnlp_dp.launch.processes.fork_client import VARIABLE, WorkerCall, run_in_fork_server
 from mindnlp_dp.launch.processes.fork_server import _forget_socket_of_the_dead, _Server
 from mindnlp_dp.launch.processes.host import LocalHost
@@ -40,7 +40,7 @@ from mindnlp_dp.launch.rendezvous.protocol import (
 from mindnlp_dp.launch.rendezvous.remote_shell import command as remote_shell
 from mindnlp_dp.launch.rendezvous.server import Rendezvous, RendezvousServer
 from mindnlp_dp.launch.termination import Termination
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
 from mindnlp_dp.runtime.launch_env import node_rank_of
 
 TOKEN = b"0123456789abcdef"

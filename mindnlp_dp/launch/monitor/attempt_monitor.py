@@ -22,9 +22,9 @@ from mindnlp_dp.launch.monitor.recovery import LostRanks, Outcome, RestartPolicy
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost, take_snapshot
 from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.attempt import Attempt
-from mindnlp_dp.launch.processes.exit_status import Status
 from mindnlp_dp.launch.rendezvous.membership import Host, Membership
 from mindnlp_dp.launch.termination import Termination
+from mindnlp_dp.runtime.heartbeat import Status
 
 # Seconds after the first rank has finished before a message names the ranks that have not.
 PATIENCE_SECONDS = 30.0

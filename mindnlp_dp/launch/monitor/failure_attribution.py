@@ -16,8 +16,9 @@ from typing import Optional
 
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost
 from mindnlp_dp.launch.processes.attempt import Attempt
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, tail
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess, tail
 from mindnlp_dp.launch.rendezvous.membership import Host
+from mindnlp_dp.runtime.heartbeat import Status
 
 # The exit codes of processes that are ended because another one failed.
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM, 14)
@@ -50,8 +51,9 @@ def find_failure(
         return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
     failure = find_failed_process(snapshot.ended, statuses, log_dir, ranks)
     missing = [rank for rank in ranks if rank not in statuses]
-    # mpirun exits with 0 after it has lost a host, and in jobs that may continue without a rank.
-    if failure is None and missing and (len(hosts) > 1 or attempt.in_place or not snapshot.has_begun):
+    # Exit codes do not outweigh that: mpirun exits with 0 after it has lost a host, and Python reads 0 for each process
+    # where SIGCHLD is ignored.
+    if failure is None and missing:
         return Failure(missing[0], 1, "ended without a word")
     if failure is not None and failure.rank is None and not failure.what and snapshot.has_begun:
         what = f"a rank failed with exit code {failure.exit_code}, and could not write to {log_dir},"

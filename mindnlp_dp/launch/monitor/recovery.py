@@ -17,8 +17,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.launch.log_dir import RECORD
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, describe_exit
-from mindnlp_dp.launch.processes.exit_status import Status
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
 
 # How long the remaining ranks may all wait, without any progress, before they continue without a lost rank. On a busy
 # machine mpirun tells them of the loss some seconds late.

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess
 from mindnlp_dp.launch.rendezvous.membership import Host
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
 
 
 @dataclass
@@ -51,10 +51,9 @@ class JobSnapshot:
 
     @property
     def has_failed(self) -> bool:
-        # A status is more reliable than the exit code of a process, which a library may have changed.
+        """Return whether a rank has recorded a failure, or has ended without a status, whatever its exit code is."""
         return any(status.exit_code != 0 for status in self.statuses.values()) or any(
-            process.rank is not None and process.rank not in self.statuses and process.returncode != 0
-            for process in self.ended
+            process.rank is not None and process.rank not in self.statuses for process in self.ended
         )
 
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from mindnlp_dp.launch.processes.environment import attempt_name
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,6 @@ class Attempt:
     @property
     def num_ranks(self) -> int:
         return sum(self.counts)
-
-    @property
-    def name(self) -> str:
-        """Return the name by which its ranks know the attempt."""
-        return attempt_name(self.variables)
 
     @property
     def ranks(self) -> range:
