@@ -231,7 +231,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    command = (["-m"] if args.module else []) + [args.script, *args.args]
+    # A -- in front of SCRIPT, which some versions of Python keep.
+    command = args.command[1:] if args.command[0] == "--" else args.command
+    command = ["-m", *command] if args.module else command
     try:
         most = args.max_restarts
         if most is None:

@@ -28,7 +28,7 @@ _CONF = ("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive
 
 
 def add_run_options(run: argparse.ArgumentParser) -> None:
-    """Add all options of ``run``, and the positional arguments SCRIPT and ARGS."""
+    """Add all options of ``run``, and its positional arguments, the ``command``: SCRIPT and ARGS."""
     add = _Adder(run)
     add(
         "--nproc", "--nproc-per-node", type=_nproc, required=True, metavar="N",
@@ -105,8 +105,8 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     run.add_argument("--standalone", action="store_true", help="one host, the default; torchrun's option")
     run.add_argument("-m", "--module", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     add_torchrun_options(run)
-    run.add_argument("script", metavar="SCRIPT")
-    run.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+    # SCRIPT and ARGS are one argument: argparse removes a -- from the first of two.
+    run.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT")
 
 
 class _Adder:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from conftest import (
     start_job,
     wait_for_files,
 )
+from mindnlp_dp.launch.processes import fork_client
 from mindnlp_dp.runtime.versions import mindspore_is_before
 
 HEAD = """
@@ -50,6 +52,35 @@ def test_a_job_that_goes_well(launch, tmp_path, backend):
     job = launch(HEAD + INIT + "group.barrier()\nprint('bye', sys.argv[1:], __name__)\n", "a", "--b", backend=backend)
     assert (job.exit_code, job.output) == (0, "rank 0 of 2 is here\nbye ['a', '--b'] __main__\n")
     assert (tmp_path / "logs/worker_1.log").read_text() == "rank 1 of 2 is here\nbye ['a', '--b'] __main__\n"
+
+
+# mpirun 5.0 ends the job at ":", and changes "--map-by" to "--mapby".
+WORDS = [
+    ":",
+    "--map-by",
+    "slot",
+    "--bind-to",
+    "core",
+    "--r",
+    "8",
+    "-n",
+    "3",
+    "--",
+    "",
+    'it\'s "$x" \\ *',
+    "x" * 120_000,
+]
+
+
+@pytest.mark.parametrize("forked", [True, False])
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
+def test_the_words_of_a_script_reach_each_rank_as_typed(launch, tmp_path, monkeypatch, backend, forked):
+    if not forked:
+        monkeypatch.delenv(fork_client.VARIABLE)
+    script = "import json, sys\n" + ALONE[backend] + "json.dump(sys.argv[1:], open(f'words_{group.rank}', 'w'))\n"
+    job = launch(script, *WORDS, backend=backend)
+    assert job.exit_code == 0, job.output
+    assert [json.loads((tmp_path / f"words_{rank}").read_text()) for rank in range(2)] == [WORDS, WORDS]
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import mindnlp_dp
-from mindnlp_dp.commands.main import _parser, main
+from mindnlp_dp.commands.main import main
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.monitor.console import _Log
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_process, find_failure, report_failure
@@ -173,11 +173,17 @@ def test_wrong_words(argv, message, capsys):
         ["-m"],
         ["--help"],
         ["--s=1"],
+        ["--r", "8"],
+        ["-r", "8"],
+        ["--", "--", ":", "", "a b"],
     ],
 )
-def test_the_options_of_the_script_are_the_scripts(arguments):
-    parsed = _parser().parse_args(["run", "--nproc", "2", "train.py", *arguments])
-    assert (parsed.script, parsed.args) == ("train.py", arguments)
+@pytest.mark.parametrize("before", [[], ["-m"], ["--"]])
+def test_the_arguments_of_the_script_arrive_as_typed(monkeypatch, before, arguments):
+    given = []
+    monkeypatch.setattr("mindnlp_dp.commands.main.run_job", lambda nproc, command, **options: given.append(command))
+    main(["run", "--nproc", "2", *before, "train.py", *arguments])
+    assert given == [[*(["-m"] if before == ["-m"] else []), "train.py", *arguments]]
 
 
 def test_a_missing_script(capsys):

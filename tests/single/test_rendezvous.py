@@ -363,7 +363,7 @@ def test_torchruns_words(monkeypatch):
     words = "--nnodes=1:4 --nproc_per_node=2 --rdzv_id=j --rdzv_endpoint=n0:123 --max-restarts=3 --log_dir=l --tee all"
     args = _parser().parse_args(["run", *words.split(), "--node_rank", "1", "-m", "pkg.train", "--lr", "1"])
     assert (args.nnodes, args.nproc, args.max_restarts) == (MinMax(1, 4), MinMax(2, 2), 3)
-    assert (args.module, args.script, args.args) == (True, "pkg.train", ["--lr", "1"])
+    assert (args.module, args.command) == (True, ["pkg.train", "--lr", "1"])
     meet = rendezvous_of(args)
     assert (meet.host, meet.port, meet.job, meet.lost_after) == ("n0", 123, "j", 10.0)
     args = _parser().parse_args(["run", "--nproc", "1", "--nnodes", "2", "--master-addr", "n1", "x.py"])
@@ -385,7 +385,7 @@ def test_torchruns_lines_of_one_host_need_no_token(line, monkeypatch):
     monkeypatch.delenv("MINDNLP_DP_RDZV_TOKEN", raising=False)
     args = _parser().parse_args(["run", "--nproc_per_node=2", *line.split(), "x.py", "--role", "of the script"])
     assert rendezvous_of(args) is None
-    assert args.args == ["--role", "of the script"]
+    assert args.command[1:] == ["--role", "of the script"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ each other host, with the same methods (:class:`~mindnlp_dp.launch.rendezvous.re
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import sys
@@ -24,7 +25,7 @@ from mindnlp_dp.launch.log_dir import (
     progress_file,
 )
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
-from mindnlp_dp.launch.processes.environment import this_host_name
+from mindnlp_dp.launch.processes.environment import COMMAND_VARIABLE, this_host_name
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess, tail
 from mindnlp_dp.launch.processes.fork_client import VARIABLE
 from mindnlp_dp.launch.processes.fork_server import ForkServer
@@ -50,6 +51,8 @@ from mindnlp_dp.runtime.job_context import host_environment
 from mindnlp_dp.runtime.scratch_dir import ScratchDir
 
 _LOOK_SECONDS = 0.5
+
+_COMMAND_FILE = "command.json"
 
 
 class LocalHost:
@@ -139,6 +142,12 @@ class LocalHost:
         self._memory, self._looked, self._statuses, self._has_ended = None, 0.0, {}, False
         self._so_far, self._states = {}, {}
         try:
+            self._scratch = self._scratch or ScratchDir("job")
+            # Not as arguments, because mpirun would read some of the script's words as its own.
+            (self._scratch.path / _COMMAND_FILE).write_text(json.dumps(attempt.command))
+        except OSError as error:
+            raise TemporaryError(f"the ranks of {self.name} cannot be started: {error}") from None
+        try:
             self._memory = heartbeat.create(log_dir / progress_file(attempt.index), attempt.num_ranks)
             if attempt.backend == "mpi" and attempt.index:
                 # The first host's mpirun has its daemon started here: :meth:`run_daemon`.
@@ -154,18 +163,19 @@ class LocalHost:
 
     def _start_processes(self, attempt: Attempt, log_dir: Path) -> None:
         assert self._log is not None
+        assert self._scratch is not None
+        scratch = self._scratch.path
         worker = [
             *module_command(sys.executable, "mindnlp_dp.launch.processes.worker"),
-            attempt.log_dir, str(attempt.num_ranks), "--", *attempt.command,
+            attempt.log_dir, str(attempt.num_ranks),
         ]  # fmt: skip
         environ = self._environment(attempt)
         if attempt.backend == "mpi":
             counts = dict(zip(attempt.addresses or ["localhost"], attempt.counts))
-            self._scratch = self._scratch or ScratchDir("job")
-            remote_shell = self._remote_shell(self._scratch.path) if self._remote_shell is not None else []
+            remote_shell = self._remote_shell(scratch) if self._remote_shell is not None else []
             self._processes = start_mpi(
                 counts, worker, environ, self._log,
-                scratch=self._scratch.path, remote_shell=remote_shell, in_place=attempt.in_place,
+                scratch=scratch, remote_shell=remote_shell, in_place=attempt.in_place,
             )  # fmt: skip
             return
         cluster = Cluster(attempt.num_ranks, (attempt.addresses[0] if attempt.addresses else "127.0.0.1", attempt.port))
@@ -175,11 +185,13 @@ class LocalHost:
         self._processes += start_cluster(cluster, attempt.ranks, worker, environ, self._log)
 
     def _environment(self, attempt: Attempt) -> dict[str, str]:
+        assert self._scratch is not None
         return {
             **self._environ,
             **attempt.variables,
             **host_environment(attempt.ranks),
             heartbeat.VARIABLE: progress_file(attempt.index),
+            COMMAND_VARIABLE: str(self._scratch.path / _COMMAND_FILE),
             **(self._fork_server.environment if self._fork_server is not None else {}),
         }
 

@@ -1,6 +1,6 @@
 """Run the user's script in the process of one rank, which mpirun or the launcher starts.
 
-``python run_module.py mindnlp_dp.launch.processes.worker LOG_DIR NPROC -- [-m] SCRIPT ARGS...``
+``python run_module.py mindnlp_dp.launch.processes.worker LOG_DIR NPROC``, and ``[-m] SCRIPT ARGS...`` in a file.
 
 On CPU the process binds itself to its cores before any thread starts. It sends its output to
 ``worker_R.log``, runs the script as ``python`` would, and records in its heartbeat
@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Optional
 
 from mindnlp_dp.launch.log_dir import PROGRESS, LogFile
+from mindnlp_dp.launch.processes.environment import COMMAND_VARIABLE
 from mindnlp_dp.launch.processes.fork_client import ENVIRON_CHANGES, changes_of, exit_like, run_in_fork_server
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device
@@ -41,6 +42,7 @@ ECHOES_WAIT_SECONDS = 1.0
 
 def main() -> None:
     """Run the rank in a child of the fork server, which has the slow imports done, or else in this process."""
+    sys.argv += json.loads(Path(os.environ[COMMAND_VARIABLE]).read_text())
     ended = run_in_fork_server(os.environ, "mindnlp_dp.launch.processes.worker")
     if ended is None:
         run()
@@ -51,7 +53,7 @@ def main() -> None:
 def run() -> None:
     """Run the script as the rank that this process was started for, and record how it ended."""
     log_dir, nproc = Path(sys.argv[1]), int(sys.argv[2])
-    command = sys.argv[4:]
+    command = sys.argv[3:]
     rank = launched_rank(os.environ)
     # With cards, a block of cores may be far from the rank's card; the card's driver knows better.
     if default_device(os.environ) == "CPU":
