@@ -71,6 +71,8 @@ KILLED = """prterun noticed that process rank 1 with PID 12 on node vm exited on
 signal 9 (Killed)."""
 LEFT = """   Process name: [prterun-vm-3980@1,1]
    Exit code:    3"""
+ABORTED = """prterun has exited due to process rank 1 with PID 4059 on node vm calling
+"abort". This may have caused other processes in the application to be"""
 LEFT_WELL = """prterun has exited due to process rank 1 with PID 4116 on node vm exiting
 improperly. There are three reasons this could occur:"""
 MPIRUN = [ExitedProcess(None, 1)]
@@ -83,6 +85,11 @@ MPIRUN = [ExitedProcess(None, 1)]
         ({}, MPIRUN, KILLED, (1, 137, "was killed by signal 9")),
         ({}, MPIRUN, LEFT, (1, 3, "left with exit code 3")),
         ({}, MPIRUN, LEFT_WELL, (1, 1, "left with exit code 0")),
+        ({}, [ExitedProcess(None, 5)], ABORTED, (1, 5, "aborted the MPI job with exit code 5")),
+        ({}, [ExitedProcess(None, 0)], KILLED, (1, 137, "was killed by signal 9")),
+        # Codes above 128 that a script has chosen, such as those of sys.exit(-1) and KeyboardInterrupt.
+        ({1: Status(255, 4.0)}, MPIRUN, "", (1, 255, "failed with exit code 255")),
+        ({1: Status(130, 4.0)}, MPIRUN, "", (1, 130, "failed with exit code 130")),
         ({}, MPIRUN, "no slots", (None, 1, "")),
         ({}, [ExitedProcess(None, -9)], "", (None, 137, "mpirun was killed by signal 9")),
         ({}, [ExitedProcess(1, -9)], "", (1, 137, "was killed by signal 9")),
@@ -115,14 +122,38 @@ def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
     assert find_failed_process(ended, statuses, tmp_path, ranks=range(2)) is None
 
 
-@pytest.mark.parametrize("ended", [[ExitedProcess(None, 0)], [ExitedProcess(0, 0), ExitedProcess(1, 0)]])
-def test_a_rank_without_a_status_has_failed_whatever_its_parent_says(tmp_path, ended):
+@pytest.mark.parametrize(
+    ("ended", "what"),
+    [
+        ([ExitedProcess(None, 0)], "ended without a word"),
+        ([ExitedProcess(0, 0), ExitedProcess(1, 0)], "left with exit code 0, past the end of the script (os._exit),"),
+    ],
+)
+def test_a_rank_without_a_status_has_failed_whatever_its_parent_says(tmp_path, ended, what):
     """Check exit codes of 0 where SIGCHLD is ignored, for mpirun and for the ranks of MindSpore's cluster."""
     attempt = Attempt(0, "mpi", ["train.py"], str(tmp_path), [2])
     ranks = [RankHeartbeat(changes=1, pid=1), RankHeartbeat(changes=1, pid=2)]
     snapshot = JobSnapshot(ranks, {0: Status(0, 1.0)}, [HostReport(ended=ended)])
     failure = find_failure(snapshot, [SimpleNamespace(lost="")], attempt, tmp_path, range(2))
-    assert (failure.rank, failure.exit_code, failure.what) == (1, 1, "ended without a word")
+    assert (failure.rank, failure.exit_code, failure.what) == (1, 1, what)
+
+
+def test_a_failure_of_mpirun_that_names_no_rank_shows_the_logs(tmp_path, capsys):
+    """Check what /dev/shm without room leads to."""
+    (tmp_path / "launcher.log").write_text("not enough space for /dev/shm/sm_segment")
+    (tmp_path / "worker_1.log").write_text("starting")
+    attempt = Attempt(0, "mpi", ["train.py"], str(tmp_path), [2])
+    snapshot = JobSnapshot(
+        [RankHeartbeat(changes=1, pid=1)] * 2, {0: Status(0, 1.0)}, [HostReport(ended=[ExitedProcess(None, 14)])]
+    )
+    failure = find_failure(snapshot, [SimpleNamespace(lost="")], attempt, tmp_path, range(2))
+    assert (failure.rank, failure.exit_code) == (None, 14)
+    report_failure(failure, tmp_path, 2, 3.0)
+    said = capsys.readouterr().err
+    assert said.startswith("mpirun ended with exit code 14, and ranks [1] have not recorded their end, after 3.0 s;")
+    assert "launcher.log begins:\n  not enough space" in said
+    assert "worker_1.log ends:\n  starting" in said
+    assert "worker_0.log" not in said
 
 
 def test_a_process_without_a_status_ends_the_job_at_once():

@@ -1,4 +1,4 @@
-"""This module describes processes that have ended, and reads the last lines of a rank's log."""
+"""This module describes processes that have ended, and reads the first or last lines of a log."""
 
 from __future__ import annotations
 
@@ -21,11 +21,25 @@ class ExitedProcess:
     returncode: int
 
 
+def head(log: Path) -> str:
+    """Return the first lines of a log, indented for people."""
+    return _indented(_read(log, 0)[:TAIL_LINES])
+
+
 def tail(log: Path) -> str:
     """Return the last lines of a log, indented for people."""
+    return _indented(_read(log, -_TAIL_BYTES)[-TAIL_LINES:])
+
+
+def _read(log: Path, begin: int) -> list[str]:
+    """Return the lines after position ``begin``, which is counted from the end if it is negative."""
     if not log.exists():
-        return "  (nothing)"
+        return []
     with open(log, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        if begin:
+            file.seek(max(0, file.seek(0, os.SEEK_END) + begin))
+        return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+
+
+def _indented(lines: list[str]) -> str:
     return "\n".join(f"  {line}" for line in lines or ["(nothing)"])
