@@ -11,6 +11,7 @@ import pytest
 from conftest import (
     BACKENDS,
     CORE_UNDER_MPI,
+    MPI_FIRST,
     TIMEOUT_SECONDS,
     assert_nothing_is_left,
     core,
@@ -318,6 +319,25 @@ def test_a_rank_that_others_may_wait_for_in_vain_is_mentioned(tmp_path, monkeypa
     script.write_text(HEAD + MPI_ALONE + "if group.rank == 0: time.sleep(3)\n")
     assert run.run_job(2, [str(script)], backend="mpi", log_dir=tmp_path / "logs") == 0
     assert "ranks [1] finished 1 s ago, ranks [0] have not" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_imports")
+@pytest.mark.parametrize("backend", MPI_FIRST)
+def test_a_process_that_does_not_end_after_success_is_named_and_ended(tmp_path, monkeypatch, capsys, backend):
+    from mindnlp_dp.launch import run
+    from mindnlp_dp.launch.monitor import attempt_monitor
+
+    monkeypatch.setattr(attempt_monitor, "PATIENCE_SECONDS", 1.0)
+    script = tmp_path / "script.py"
+    late = "def close():\n    time.sleep(600)\nif group.rank == 1: threading.Thread(target=close).start()\n"
+    script.write_text("import threading" + HEAD + ALONE[backend] + late)
+    options = run.JobOptions(hang_timeout=3.0)
+    assert run.run_job(2, [str(script)], backend=backend, log_dir=tmp_path / "logs", options=options) == 0
+    said = capsys.readouterr().err
+    assert "all ranks have finished, the last one 1 s ago:\nthe process of rank 1 (" in said
+    assert "script.py:" in said
+    assert ", in close()" in said
+    assert_nothing_is_left(tmp_path / "logs")
 
 
 def test_mpirun_missing(monkeypatch, capsys, tmp_path):

@@ -328,7 +328,7 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
         assert ours.state in ("S", "R", "D")
         assert somebody_elses.state == ""
         (tmp_path / "worker_0.stacks").write_text("")
-        assert stacks_of({0: somebody_elses}, [], tmp_path) == {}
+        assert stacks_of({0: somebody_elses}, tmp_path) == {}
         terminate_ranks([somebody_elses], 0.0, EventLoop())
         assert other.poll() is None
         terminate_ranks([ours], 0.0, EventLoop())
@@ -362,16 +362,26 @@ def test_a_process_of_a_job_finds_the_package_and_not_its_folders(tmp_path):
 
 
 def test_stacks_of_many_ranks_fit_into_a_message(tmp_path):
-    ignores = "trap '' USR1; echo ready; exec sleep 60"
-    with subprocess.Popen(["sh", "-c", ignores], stdout=subprocess.PIPE, text=True) as other:
+    handles = "trap : USR1; echo ready; while :; do sleep 0.1; done"
+    with subprocess.Popen(["sh", "-c", handles], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "ready\n"
         rank = RankHeartbeat(changes=1, pid=other.pid, born=state_and_birth_of(other.pid)[1])
         for number in range(64):
             (tmp_path / f"worker_{number}.stacks").write_text("x" * 70_000)
-        found = stacks_of(dict.fromkeys(range(64), rank), [], tmp_path)
+        found = stacks_of(dict.fromkeys(range(64), rank), tmp_path)
         other.kill()
     assert len(found) == 64
     assert len(json.dumps(found)) < LONGEST_BYTES
+
+
+def test_a_process_that_does_not_handle_the_signal_for_stacks_does_not_get_it(tmp_path):
+    """Check a rank past Python's end, which the signal would end while a driver cleans up."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        rank = RankHeartbeat(changes=1, pid=other.pid, born=state_and_birth_of(other.pid)[1])
+        (tmp_path / "worker_0.stacks").write_text("")
+        assert stacks_of({0: rank}, tmp_path) == {}
+        assert other.poll() is None
+        other.kill()
 
 
 def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_path):

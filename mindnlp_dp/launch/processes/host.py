@@ -255,7 +255,7 @@ class LocalHost:
 
     def stacks(self) -> dict[int, str]:
         """Return the stacks of those of this host's ranks that answer."""
-        return {} if self._attempt is None else stacks_of(self._ranks(), self._statuses, Path(self._attempt.log_dir))
+        return {} if self._attempt is None else stacks_of(self._ranks(), Path(self._attempt.log_dir))
 
     def tail(self, rank: int) -> str:
         """Return the end of the log of one of this host's ranks."""
