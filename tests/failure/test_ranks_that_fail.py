@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,26 @@ def test_a_rank_that_is_killed_fails_the_job_whose_parent_ignores_sigchld(tmp_pa
     )  # fmt: skip
     assert done.returncode == 128 + signal.SIGKILL, done.stdout
     assert "rank 1 of 2 was killed by signal 9" in done.stdout
+
+
+CRASH = """
+import ctypes
+def crash(depth):
+    if depth:
+        crash(depth - 1)
+    else:
+        ctypes.string_at(0)
+if group.rank == 1: crash(30)
+"""
+
+
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
+def test_a_segmentation_fault_shows_the_line_of_the_script(launch, backend):
+    job = launch(HEAD + ALONE[backend] + CRASH + WAIT, backend=backend)
+    assert job.exit_code == 128 + signal.SIGSEGV
+    assert "rank 1 of 2 was killed by signal 11" in job.output
+    assert "Fatal Python error: Segmentation fault" in job.output
+    assert re.search(r'script.py", line \d+ in crash', job.output)
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)

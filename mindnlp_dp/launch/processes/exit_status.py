@@ -27,8 +27,11 @@ def head(log: Path) -> str:
 
 
 def tail(log: Path) -> str:
-    """Return the last lines of a log, indented for people."""
-    return _indented(_read(log, -_TAIL_BYTES)[-TAIL_LINES:])
+    """Return the last lines of a log, or the first of faulthandler's last report in them, indented for people."""
+    lines = _read(log, -_TAIL_BYTES)
+    # The innermost frame is the first line of such a report, and all others may be more than are shown.
+    fatal = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+    return _indented(lines[fatal[-1] :][:TAIL_LINES] if fatal else lines[-TAIL_LINES:])
 
 
 def _read(log: Path, begin: int) -> list[str]:

@@ -68,6 +68,8 @@ def run() -> None:
         writer.before_it_meets = lambda: _write_changes(log_dir, environ)
     stacks = open(log_dir / f"worker_{rank}.stacks", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    # A segmentation fault in a kernel leaves the line of the script that called it in the log.
+    faulthandler.enable(2, all_threads=False)
 
     this_process = os.getpid()
     code, waited = _run(command)
