@@ -20,6 +20,7 @@ from mindnlp_dp.launch.monitor.snapshot import JobSnapshot
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess
+from mindnlp_dp.launch.processes.oom_kills import OomKills
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import grace_seconds, terminate_ranks
 from mindnlp_dp.launch.processes.stack_dumps import describe_location, stacks_of
@@ -154,6 +155,46 @@ def test_a_failure_of_mpirun_that_names_no_rank_shows_the_logs(tmp_path, capsys)
     assert "launcher.log begins:\n  not enough space" in said
     assert "worker_1.log ends:\n  starting" in said
     assert "worker_0.log" not in said
+
+
+@pytest.mark.parametrize(
+    ("kills", "why"), [(0, "often for lack of memory,"), (1, "because there was not enough memory,")]
+)
+def test_a_rank_that_was_killed_for_lack_of_memory_is_said_so(tmp_path, kills, why):
+    attempt = Attempt(0, "mindspore", ["train.py"], str(tmp_path), [2])
+    report = HostReport(ended=[ExitedProcess(1, -9)], oom_kills=kills)
+    sent = HostReport.from_json(json.loads(json.dumps(report.to_json())))
+    snapshot = JobSnapshot([RankHeartbeat(changes=1, pid=1)] * 2, {0: Status(0, 1.0)}, [sent])
+    failure = find_failure(snapshot, [SimpleNamespace(lost="")], attempt, tmp_path, range(2))
+    assert (failure.rank, failure.what) == (1, f"was killed by signal 9, {why}")
+
+
+@pytest.mark.parametrize(
+    ("groups", "counter"),
+    [
+        ("4:memory:/jobs/7\n0::/\n", "sys/fs/cgroup/memory/jobs/7/memory.oom_control"),
+        # A container with the host's path, whose own group is the root.
+        ("4:memory:/docker/1a\n1:cpu:/docker/1a\n", "sys/fs/cgroup/memory/memory.oom_control"),
+        ("0::/user.slice/job\n", "sys/fs/cgroup/user.slice/job/memory.events"),
+        # A process of the root group, which has no counter.
+        ("0::/\n", "proc/vmstat"),
+    ],
+)
+def test_kills_for_lack_of_memory_are_counted_in_the_cgroup_or_on_the_host(tmp_path, groups, counter):
+    def write(path, number):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"oom 9\noom_kill {number}\noom_group_kill 5\n")
+
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    write("proc/vmstat", 3)
+    write(counter, 7)
+    kills = OomKills(tmp_path)
+    write(counter, 9)
+    assert kills.number == 2
+    (tmp_path / counter).unlink()
+    assert kills.number == 0
 
 
 def test_a_process_without_a_status_ends_the_job_at_once():

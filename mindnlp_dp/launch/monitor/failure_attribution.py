@@ -53,6 +53,9 @@ def find_failure(
         rank = replace(attempt, index=hosts.index(lost)).ranks.start
         return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
     failure = find_failed_process(snapshot.ended, statuses, log_dir, ranks)
+    if failure is not None and failure.what == _killed(signal.SIGKILL):
+        why = "because there was not enough memory" if snapshot.oom_kills else "often for lack of memory"
+        failure = replace(failure, what=f"{failure.what}, {why},")
     missing = [rank for rank in ranks if rank not in statuses]
     # Exit codes do not outweigh that: mpirun exits with 0 after it has lost a host, and Python reads 0 for each process
     # where SIGCHLD is ignored.
@@ -147,7 +150,7 @@ def describe_status(status: Status) -> str:
 
 
 def _killed(number: int) -> str:
-    return f"was killed by signal {number}"
+    return f"was killed by signal {int(number)}"
 
 
 def _left(code: int) -> str:

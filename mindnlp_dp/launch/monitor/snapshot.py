@@ -24,6 +24,11 @@ class JobSnapshot:
     reports: list[HostReport] = field(default_factory=list)
 
     @property
+    def oom_kills(self) -> int:
+        """Return how many processes the kernel has killed for lack of memory, on all hosts."""
+        return sum(report.oom_kills for report in self.reports)
+
+    @property
     def update(self) -> int:
         return max((rank.update for rank in self.ranks), default=0)
 

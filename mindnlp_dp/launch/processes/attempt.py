@@ -61,6 +61,7 @@ class HostReport:
         all_ended: whether all processes have ended, except those that only serve others.
         stopped: ranks whose process is stopped (SIGSTOP).
         gone: ranks whose process has ended.
+        oom_kills: number of processes that the kernel has killed for lack of memory since the start of the attempt.
     """
 
     ranks: dict[int, RankHeartbeat] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class HostReport:
     all_ended: bool = False
     stopped: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
+    oom_kills: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the report for another host, with ages instead of times, because hosts have different clocks."""
@@ -80,6 +82,7 @@ class HostReport:
             "all_ended": self.all_ended,
             "stopped": self.stopped,
             "gone": self.gone,
+            "oom_kills": self.oom_kills,
         }
 
     @classmethod
@@ -92,6 +95,7 @@ class HostReport:
             bool(data["all_ended"]),
             [int(n) for n in data["stopped"]],
             [int(n) for n in data["gone"]],
+            int(data["oom_kills"]),
         )
 
 

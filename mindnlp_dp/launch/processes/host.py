@@ -29,6 +29,7 @@ from mindnlp_dp.launch.processes.environment import COMMAND_VARIABLE, this_host_
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess, tail
 from mindnlp_dp.launch.processes.fork_client import VARIABLE
 from mindnlp_dp.launch.processes.fork_server import ForkServer
+from mindnlp_dp.launch.processes.oom_kills import OomKills
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import (
     GRACE_SECONDS,
@@ -88,6 +89,7 @@ class LocalHost:
         self._log: Optional[BinaryIO] = None
         self._fork_server: Optional[ForkServer] = None
         self._scratch: Optional[ScratchDir] = None
+        self._oom_kills = OomKills()
         # The heartbeats of the attempt's ranks.
         self._memory: Optional[mmap.mmap] = None
         self._looked, self._statuses = 0.0, dict[int, Status]()
@@ -140,6 +142,7 @@ class LocalHost:
         self._attempt, self._processes, self._daemons = attempt, [], []
         log_dir = Path(attempt.log_dir)
         self._memory, self._looked, self._statuses, self._has_ended = None, 0.0, {}, False
+        self._oom_kills = OomKills()
         self._so_far, self._states = {}, {}
         try:
             self._scratch = self._scratch or ScratchDir("job")
@@ -240,7 +243,9 @@ class LocalHost:
             self._states = {n: rank.state for n, rank in self._so_far.items() if rank.pid}
             self._statuses = self._read_statuses()
         stopped, gone = ([n for n, state in self._states.items() if state == which] for which in ("T", ""))
-        return HostReport(self._so_far, self._statuses, ended, len(ended) == len(working), stopped, gone)
+        return HostReport(
+            self._so_far, self._statuses, ended, len(ended) == len(working), stopped, gone, self._oom_kills.number
+        )
 
     def _ranks(self) -> dict[int, RankHeartbeat]:
         if self._memory is None or self._attempt is None:
