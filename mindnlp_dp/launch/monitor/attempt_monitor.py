@@ -121,7 +121,7 @@ class AttemptMonitor:
                 self._loop.run_once(POLL_SECONDS)
             if reason is StopReason.RANK_FAILED:
                 self._poll_other_hosts()
-            elif reason is StopReason.ALL_EXITED:
+            elif reason is StopReason.ALL_EXITED and self._have_succeeded(self._snapshot):
                 self._console.show_all()
             self._console.close()
         return reason
@@ -176,14 +176,17 @@ class AttemptMonitor:
         shown_status = self._snapshot.statuses.get(0)
         snapshot = replace(self._snapshot, ranks=after.ranks, statuses=after.statuses)
         left = self._lost_ranks.left
-        have_finished = all(rank in after.statuses and not after.statuses[rank].exit_code for rank in left)
-        grows, failure = reason is StopReason.SAVED and not have_finished, None
+        grows, failure = reason is StopReason.SAVED and not self._have_succeeded(after), None
         if not grows:
             failure = self._lost_ranks.failure or self._hang
             failure = failure or find_failure(snapshot, self._hosts, self._attempt, self._log_dir, left)
         has_begun = snapshot.has_begun or any(self._log_dir.glob("worker_*.log"))
         failed_before_start = failure is not None and self._hang is None and not has_begun
         return AttemptResult(failure, grows, failed_before_start, snapshot.update, shown_status)
+
+    def _have_succeeded(self, snapshot: JobSnapshot) -> bool:
+        statuses = snapshot.statuses
+        return all(rank in statuses and not statuses[rank].exit_code for rank in self._lost_ranks.left)
 
     def _poll_other_hosts(self) -> None:
         """Wait a moment, so that ranks that fail together all report it, and a rank that is exiting is seen as gone.
