@@ -15,6 +15,7 @@ from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.monitor.status import status_of, status_text
 from mindnlp_dp.launch.options import (
     RESTARTS_OF_ELASTIC_JOBS,
+    CommandParser,
     DashesOnlyHelpFormatter,
     JobOptions,
     add_run_options,
@@ -46,7 +47,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mindnlp-dp", description="Data-parallel training for MindNLP and MindSpore.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=CommandParser)
     run = commands.add_parser(
         "run",
         help="start a script in several processes, on this host or on several",

@@ -398,7 +398,7 @@ def test_torchruns_lines_of_one_host_need_no_token(line, monkeypatch):
         ("--local_ranks_filter=0", "worker_R.log"),
         ("--local-addr h", "--rdzv-endpoint"),
         ("--rdzv-backend etcd", "choose from"),
-        ("--no-such-thing", "unrecognized arguments: --no-such-thing"),
+        ("--no-such-thing", "unrecognized option --no-such-thing"),
     ],
 )
 def test_torchruns_other_options_say_what_to_type(line, message, capsys):
