@@ -85,6 +85,13 @@ def test_the_words_of_a_script_reach_each_rank_as_typed(launch, tmp_path, monkey
     assert [json.loads((tmp_path / f"words_{rank}").read_text()) for rank in range(2)] == [WORDS, WORDS]
 
 
+def test_a_job_runs_without_the_variable_home(launch, monkeypatch):
+    """Check the environment of a system service of systemd, or of ``env -i``: OpenMPI does not start in it."""
+    monkeypatch.delenv("HOME")
+    job = launch(HEAD + MPI_ALONE + "assert os.path.isdir(os.environ['HOME'])\nif not group.rank: print('started')\n")
+    assert (job.exit_code, job.output) == (0, "started\n")
+
+
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_an_exception_on_one_rank_ends_the_others_who_wait_for_it(launch, backend):
     job = launch(HEAD + INIT + "if group.rank == 1: raise ValueError('boom')\n" + WAIT, backend=backend)

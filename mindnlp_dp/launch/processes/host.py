@@ -189,7 +189,10 @@ class LocalHost:
 
     def _environment(self, attempt: Attempt) -> dict[str, str]:
         assert self._scratch is not None
+        home = os.path.expanduser("~")
         return {
+            # OpenMPI does not start without it: in services of systemd, env -i, and for users without an entry.
+            "HOME": home if os.path.isabs(home) else str(self._scratch.path),
             **self._environ,
             **attempt.variables,
             **host_environment(attempt.ranks),
