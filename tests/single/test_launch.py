@@ -74,6 +74,10 @@ LEFT = """   Process name: [prterun-vm-3980@1,1]
    Exit code:    3"""
 ABORTED = """prterun has exited due to process rank 1 with PID 4059 on node vm calling
 "abort". This may have caused other processes in the application to be"""
+DISCONNECTED = f"""An MPI communication peer process has unexpectedly disconnected.  This
+usually indicates a failure in the peer process
+  Peer host:  node2
+{ABORTED}"""
 LEFT_WELL = """prterun has exited due to process rank 1 with PID 4116 on node vm exiting
 improperly. There are three reasons this could occur:"""
 MPIRUN = [ExitedProcess(None, 1)]
@@ -87,6 +91,7 @@ MPIRUN = [ExitedProcess(None, 1)]
         ({}, MPIRUN, LEFT, (1, 3, "left with exit code 3")),
         ({}, MPIRUN, LEFT_WELL, (1, 1, "left with exit code 0")),
         ({}, [ExitedProcess(None, 5)], ABORTED, (1, 5, "aborted the MPI job with exit code 5")),
+        ({}, [ExitedProcess(None, 14)], DISCONNECTED, (None, 14, "a rank on node2 ended without a word")),
         ({}, [ExitedProcess(None, 0)], KILLED, (1, 137, "was killed by signal 9")),
         # Codes above 128 that a script has chosen, such as those of sys.exit(-1) and KeyboardInterrupt.
         ({1: Status(255, 4.0)}, MPIRUN, "", (1, 255, "failed with exit code 255")),

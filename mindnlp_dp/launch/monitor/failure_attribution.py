@@ -133,6 +133,9 @@ def _read_mpirun(log_dir: Path, code: int) -> Optional[Failure]:
         return None
     if killed := re.search(r"process rank (\d+) with PID \d+.*?exited on\s+signal (\d+)", said, re.DOTALL):
         return Failure(int(killed[1]), 128 + int(killed[2]), _killed(int(killed[2])))
+    if peer := re.search(r"peer process has unexpectedly disconnected.*?Peer host:\s+(\S+)", said, re.DOTALL):
+        # The rank that aborts is not to blame: it has lost a rank of another host.
+        return Failure(None, code or 1, f"a rank on {peer[1]} ended without a word", _logs(log_dir, []))
     if aborted := re.search(r"process rank (\d+) with PID \d+ on node \S+ calling\s+\"abort\"", said):
         what = f"aborted the MPI job with exit code {code}"
         return Failure(int(aborted[1]), code or 1, what, _logs(log_dir, [int(aborted[1])]))
