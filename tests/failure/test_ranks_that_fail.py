@@ -79,7 +79,7 @@ WORDS = [
 def test_the_words_of_a_script_reach_each_rank_as_typed(launch, tmp_path, monkeypatch, backend, forked):
     if not forked:
         monkeypatch.delenv(fork_client.VARIABLE)
-    script = "import json, sys\n" + ALONE[backend] + "json.dump(sys.argv[1:], open(f'words_{group.rank}', 'w'))\n"
+    script = "import json" + HEAD + ALONE[backend] + "json.dump(sys.argv[1:], open(f'words_{group.rank}', 'w'))\n"
     job = launch(script, *WORDS, backend=backend)
     assert job.exit_code == 0, job.output
     assert [json.loads((tmp_path / f"words_{rank}").read_text()) for rank in range(2)] == [WORDS, WORDS]
