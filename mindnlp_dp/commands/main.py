@@ -16,6 +16,7 @@ from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.monitor.status import status_of, status_text
 from mindnlp_dp.launch.options import (
     RESTARTS_OF_ELASTIC_JOBS,
+    CommandParser,
     DashesOnlyHelpFormatter,
     JobOptions,
     add_run_options,
@@ -54,7 +55,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mindnlp-dp", description="Data-parallel training for MindNLP and MindSpore.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=CommandParser)
     run = commands.add_parser(
         "run",
         help="start a script in several processes, on this host or on several",
@@ -203,7 +204,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    command = (["-m"] if args.module else []) + [args.script, *args.args]
+    # A -- in front of SCRIPT, which some versions of Python keep.
+    command = args.command[1:] if args.command[0] == "--" else args.command
+    command = ["-m", *command] if args.module else command
     try:
         most = args.max_restarts
         if most is None:

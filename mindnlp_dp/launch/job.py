@@ -1,9 +1,9 @@
 """Run a job from its first attempt to its last: start it on its hosts, monitor it, end it, and restart it if wanted.
 
 :mod:`mindnlp_dp.launch.run` creates the :class:`Job`. Each rank writes ``worker_R.log``; rank 0's is shown as it grows.
-A rank records how it ended in ``worker_R.status`` (:mod:`mindnlp_dp.launch.processes.worker`), because the exit codes
-of libraries are not reliable: processes of MindSpore's cluster may exit with 1 after a successful job, mpirun with 0
-after one that lost a host. The ranks' progress is in a file in memory (:mod:`mindnlp_dp.runtime.heartbeat`).
+A rank records its progress, and how its script ended, in memory (:mod:`mindnlp_dp.runtime.heartbeat`), because the exit
+codes of libraries are not reliable: processes of MindSpore's cluster may exit with 1 after a successful job, mpirun
+with 0 after one that lost a host. A rank that has ended without such a record has failed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mindnlp_dp.launch.monitor.recovery import RestartPolicy
 from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.environment import free_port
-from mindnlp_dp.launch.processes.exit_status import Status
 from mindnlp_dp.launch.rendezvous.membership import Host, Membership
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 from mindnlp_dp.launch.termination import Termination
+from mindnlp_dp.runtime.heartbeat import Status
 from mindnlp_dp.runtime.job_context import attempt_env
 
 __all__ = ["Job", "JobOptions"]

@@ -1,7 +1,6 @@
 """Reserve a job's log folder, archive earlier logs in it, and write rank output to it.
 
-The launcher calls it, so that the log folder belongs to one job, and no status of an earlier attempt is read by
-mistake.
+The launcher calls it, so that the log folder belongs to one job, and each attempt's logs are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mindnlp_dp.launch.errors import LaunchError
 RECORD = "failures.jsonl"
 
 # The files that ranks and their engine write into a log folder.
-_WRITTEN = re.compile(r"worker_\d+\.(log|log\.\d+|status|stacks)|launcher(_\d+)?\.log|scheduler\.log")
+_WRITTEN = re.compile(r"worker_\d+\.(log|log\.\d+|stacks)|launcher(_\d+)?\.log|scheduler\.log")
 
 _OF_THE_JOB = re.compile(rf"{re.escape(RECORD)}|progress(_\d+)?|fork_server\.log|environ_changes\.json")
 
@@ -152,16 +151,6 @@ def _keep_the_last(log_dir: Path, pattern: re.Pattern[str], how_many: int) -> No
         match = pattern.fullmatch(path.name)
         if match and (path / _MARKER).exists() and int(match[1]) <= last - how_many:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def clear_statuses(log_dir: Path) -> bool:
-    """Remove the statuses of an attempt, which would be taken for the next one's; return whether none is left."""
-    try:
-        for path in log_dir.glob("worker_*.status"):
-            path.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
 
 
 PROGRESS = "progress"

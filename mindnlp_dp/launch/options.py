@@ -7,6 +7,7 @@ other options are ignored or refused with a replacement.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ _CONF = ("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive
 
 
 def add_run_options(run: argparse.ArgumentParser) -> None:
-    """Add all options of ``run``, and the positional arguments SCRIPT and ARGS."""
+    """Add all options of ``run``, and its positional arguments, the ``command``: SCRIPT and ARGS."""
     add = _Adder(run)
     add(
         "--nproc", "--nproc-per-node", type=_nproc, required=True, metavar="N",
@@ -62,8 +63,8 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--grace-period", type=_seconds, default=JobOptions.grace_period, metavar="SECONDS",
-        help="at SIGTERM, wait so long for a checkpoint, which dp.DataParallelTrainer writes at its next update and "
-        "dp.FunctionalRun at its next save(), before ranks are ended; 0: end them at once (default: 30)",
+        help="at SIGTERM or SIGHUP, wait so long for a checkpoint, which dp.DataParallelTrainer writes at its next "
+        "update and dp.FunctionalRun at its next save(), before ranks are ended; 0: end them at once (default: 30)",
     )  # fmt: skip
     add(
         "--in-place", action="store_true",
@@ -105,8 +106,27 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     run.add_argument("--standalone", action="store_true", help="one host, the default; torchrun's option")
     run.add_argument("-m", "--module", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     add_torchrun_options(run)
-    run.add_argument("script", metavar="SCRIPT")
-    run.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+    # SCRIPT and ARGS are one argument: argparse removes a -- from the first of two.
+    run.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses a subcommand. Without abbreviations, an unknown option is an error that names the closest one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        # argparse would take the value of an unknown option for SCRIPT, and then miss the real options.
+        words = iter([] if self.allow_abbrev else args)
+        for word in words:
+            name, has_value, _ = word.partition("=")
+            if not word.startswith("-") or word in ("-", "--"):
+                break
+            action = self._option_string_actions.get(name if word.startswith("--") else word[:2])
+            if action is None:
+                close = difflib.get_close_matches(name, [n for n in self._option_string_actions if "_" not in n], 1)
+                self.error(f"unrecognized option {name}" + (f"; do you mean {close[0]}?" if close else ""))
+            if action.nargs != 0 and not has_value and (word.startswith("--") or len(word) == 2):
+                next(words, None)
+        return super().parse_known_args(args, namespace)
 
 
 class _Adder:
@@ -286,7 +306,7 @@ class JobOptions:
         max_restarts: maximum number of restarts after failures.
         tee: ranks whose output is shown: "0", "all" or "none".
         grow_after: seconds after which an elastic job fills the place of a lost rank again.
-        grace_period: seconds that the job gets to write a checkpoint when it is asked to end (SIGTERM).
+        grace_period: seconds that the job gets to write a checkpoint when it is asked to end (SIGTERM, SIGHUP).
         log_mb: size in MiB at which a rank's log is rotated; 0: never.
         in_place: whether ranks continue in their processes without a lost rank (MPI, on one host).
         scale_batch: whether the global batch of an elastic job is proportional to the number of its ranks.

@@ -157,6 +157,9 @@ def _lead(
         code = error.exit_code
         raise
     finally:
+        if code:
+            # What waits for the job, such as Slurm or Kubernetes, must not wait for a reader of its output.
+            stop_waiting_for_readers()
         try:
             if server is not None:
                 server.close(code)

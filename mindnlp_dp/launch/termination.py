@@ -1,4 +1,4 @@
-"""Handle SIGTERM: give a job some time to write a last checkpoint before its ranks are ended.
+"""Handle SIGTERM and SIGHUP: give a job some time to write a last checkpoint before its ranks are ended.
 
 :mod:`mindnlp_dp.launch.run` creates the :class:`Termination`. It records when the job was asked to end, and raises an
 exception if nothing can be saved.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Optional
 
@@ -32,23 +32,25 @@ class Termination:
         grace_period: seconds that a job gets to write a checkpoint.
 
     Attributes:
-        asked: time at which SIGTERM came, by the monotonic clock; None before.
+        asked: time at which the first of these signals came, by the monotonic clock; None before.
     """
 
     def __init__(self, grace_period: float = GRACE_PERIOD_SECONDS) -> None:
         self._grace_period = grace_period
         self._is_awaited = False
         self.asked: Optional[float] = None
+        self._number: int = signal.SIGTERM
 
     def handled(self) -> AbstractContextManager[None]:
-        """End the job on SIGTERM, or on SIGHUP when the terminal is closed, inside the block."""
+        """End the job on SIGTERM, or on SIGHUP when the terminal or its connection is closed, inside the block."""
         # A signal that is ignored stays so: nohup ignores SIGHUP.
         numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-        return _handlers(numbers, self._hear)
+        # Except SIGCHLD: if the parent has ignored it, the kernel keeps no exit code of a child for this process.
+        return _handlers({**dict.fromkeys(numbers, self._hear), signal.SIGCHLD: signal.SIG_DFL})
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Only record the first SIGTERM inside the block: the code there checks for it."""
+        """Only record the first signal inside the block: the code there checks for it."""
         self._is_awaited = True
         try:
             yield
@@ -57,25 +59,28 @@ class Termination:
 
     def ignored(self) -> AbstractContextManager[None]:
         """Ignore signals inside the block, so that this launcher can make sure that all ranks have ended."""
-        return _handlers((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)
+        return _handlers(dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN))
 
     def _hear(self, number: int, frame: object) -> None:
-        if number != signal.SIGTERM or not self._is_awaited or self.asked is not None or not self._grace_period:
+        if number == signal.SIGHUP and self.asked is not None:
+            # A shell sends it to its jobs, and the kernel again when the shell has ended; systemd, after SIGTERM.
+            return
+        if not self._is_awaited or self.asked is not None or not self._grace_period:
             raise Interrupted(number)
-        self.asked = time.monotonic()
+        self.asked, self._number = time.monotonic(), number
 
     def end(self, is_saved: bool) -> None:
         """Raise Interrupted if the job was asked to end, and is saved or has used up its grace period."""
         if self.asked is not None and (is_saved or time.monotonic() - self.asked > self._grace_period):
-            raise Interrupted(signal.SIGTERM)
+            raise Interrupted(self._number)
 
 
 @contextmanager
-def _handlers(numbers: Iterable[int], handler: Any) -> Iterator[None]:
-    """Install a handler for these signals inside the block. Python allows it in the main thread only."""
+def _handlers(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Install handlers of signals inside the block. Python allows it in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    previous = {number: signal.signal(number, handler) for number in numbers}
+        handlers = {}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

@@ -1,8 +1,9 @@
 """This module writes and reads the heartbeats of a host's ranks: a few numbers per rank in a memory-mapped file.
 
-Each rank writes its record when it does something or begins to wait in a collective. The launcher and
-``mindnlp-dp status`` read the records while ranks are busy or hang: a rank that hangs cannot answer, but its last
-record is still there.
+Each rank writes its record when it does something or begins to wait in a collective, and a last time when its script
+has ended. The launcher and ``mindnlp-dp status`` read the records while ranks are busy or hang: a rank that hangs
+cannot answer, but its last record is still there. The launcher keeps the memory of an attempt, so neither a removed
+file nor a full disk keeps a rank's exit code from it.
 
 If no launcher asked for it, nothing is written, and a call costs one comparison. Times are CLOCK_MONOTONIC's, which all
 processes of a host share.
@@ -15,11 +16,11 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional
+from typing import Optional, Union
 
 # changes, pid, id of the main thread, next update, whether the rank has joined the others, number of surviving ranks,
 # number of the last checkpoint request that it has met; time of the last report, time when its wait began, loss,
@@ -36,6 +37,12 @@ _BORN = struct.Struct("<Q")
 
 _BORN_BEGIN = RECORD_BYTES - _BORN.size
 
+# How the script ended, before the start time: time, exit code, whether the rank gave up waiting for another rank, and,
+# written last, whether it has ended.
+_END = struct.Struct("<dB??5x")
+
+_END_BEGIN, _HAS_ENDED = _BORN_BEGIN - _END.size, 10
+
 # After the ranks' records, one of the job: the number of the last checkpoint request, and the system of the ranks.
 _REQUEST = struct.Struct("<Q")
 
@@ -45,6 +52,20 @@ _SYSTEM_BEGIN = 64 - RECORD_BYTES
 
 # The environment variable with the name of the file in the job's log folder, if that is not "progress".
 VARIABLE = "MINDNLP_DP_PROGRESS"
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a rank's script ended, as the rank has recorded it; a rank that has ended without one has failed.
+
+    Attributes:
+        time: time of the end, by the clock of :func:`time.monotonic`, which users cannot set.
+        waited: whether the rank gave up waiting for another rank.
+    """
+
+    exit_code: int
+    time: float
+    waited: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +87,7 @@ class RankHeartbeat:
         blocked_in: name of the call that it is blocked in; "" if it does not wait.
         speed: metrics of the last log line, over all ranks (docs/metrics.md).
         born: start time of its process (:func:`state_and_birth_of`), because another process may get its pid later.
+        exit_code: exit code of its script; None until it has ended.
     """
 
     changes: int = 0
@@ -82,6 +104,7 @@ class RankHeartbeat:
     blocked_in: str = ""
     speed: Mapping[str, float] = field(default_factory=dict)
     born: int = 0
+    exit_code: Optional[int] = None
 
     @property
     def state(self) -> str:
@@ -119,6 +142,13 @@ class HeartbeatWriter:
             self._members, self._saved, time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
             *self._speed,
         )  # fmt: skip
+
+    def record_end(self, exit_code: int, *, waited: bool) -> None:
+        """Record how the script ended; ``waited``: whether this rank gave up waiting for another rank."""
+        end = _END.pack(time.monotonic(), exit_code, waited, False)
+        begin = self._begin + _END_BEGIN
+        self._memory[begin : begin + _END.size] = end
+        self._memory[begin + _HAS_ENDED] = True
 
     def mark_joined(self) -> None:
         self._has_met = True
@@ -268,14 +298,21 @@ def state_and_birth_of(pid: int) -> tuple[str, int]:
         return "", 0
 
 
-def create(path: Path, num_ranks: int) -> None:
-    """Create a file for ``num_ranks`` ranks of this system, none of which has begun."""
+def create(path: Path, num_ranks: int) -> mmap.mmap:
+    """Create a file for ``num_ranks`` ranks of this system, none of which has begun, and return its memory.
+
+    The memory stays that of these ranks if the file is removed or replaced.
+    """
     data = bytearray((num_ranks + 1) * RECORD_BYTES)
     _SYSTEM.pack_into(data, len(data) + _SYSTEM_BEGIN, _this_system())
     # A rank of an earlier attempt, on a host that was cut off, may still write to the old file.
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(data)
+    with open(temporary, "w+b") as file:
+        file.write(data)
+        file.flush()
+        memory = mmap.mmap(file.fileno(), 0)
     temporary.replace(path)
+    return memory
 
 
 def is_of_this_system(path: Path) -> bool:
@@ -298,19 +335,21 @@ def _this_system() -> bytes:
         return os.uname().nodename.encode()
 
 
-def ask_for_checkpoint(path: Path, number: int) -> None:
+def ask_for_checkpoint(memory: mmap.mmap, number: int) -> None:
     """Request a checkpoint for the ``number``-th time, counted from 1."""
-    with open(path, "r+b") as file:
-        file.seek(-RECORD_BYTES, os.SEEK_END)
-        file.write(_REQUEST.pack(number))
+    _REQUEST.pack_into(memory, len(memory) - RECORD_BYTES, number)
 
 
 def read(path: Path) -> list[RankHeartbeat]:
     """Return the records of all ranks; an empty list if the file does not exist."""
     try:
-        data = path.read_bytes()
+        return parse(path.read_bytes())
     except OSError:
         return []
+
+
+def parse(data: bytes) -> list[RankHeartbeat]:
+    """Return the records of all ranks in the contents of a file."""
     found = []
     for begin in range(0, len(data) - 2 * RECORD_BYTES + 1, RECORD_BYTES):
         values = _FORMAT.unpack_from(data, begin)
@@ -318,6 +357,22 @@ def read(path: Path) -> list[RankHeartbeat]:
         (born,) = _BORN.unpack_from(data, begin + _BORN_BEGIN)
         # A record that was never written has zeros.
         known = {metric: value for metric, value in zip(_SPEED, speed) if value > 0}
-        fields = [*numbers, name.rstrip(b"\0").decode(errors="replace"), known, born]
+        ended = _status(data, begin)
+        exit_code = None if ended is None else ended.exit_code
+        fields = [*numbers, name.rstrip(b"\0").decode(errors="replace"), known, born, exit_code]
         found.append(RankHeartbeat(*fields))
     return found
+
+
+def read_statuses(memory: mmap.mmap, ranks: Iterable[int]) -> dict[int, Status]:
+    """Return the statuses of those of these ranks that have recorded one."""
+    found = {rank: _status(memory, rank * RECORD_BYTES) for rank in ranks}
+    return {rank: status for rank, status in found.items() if status is not None}
+
+
+def _status(data: Union[bytes, mmap.mmap], begin: int) -> Optional[Status]:
+    # Whether the rank has ended is written last and read first.
+    if not data[begin + _END_BEGIN + _HAS_ENDED]:
+        return None
+    ended, exit_code, waited, _ = _END.unpack_from(data, begin + _END_BEGIN)
+    return Status(exit_code, ended, waited)

@@ -135,10 +135,15 @@ def launch(tmp_path):
 
 
 def start_job(folder: Path, *command, nproc=2, backend="mpi", **options) -> subprocess.Popen:
-    """Start a job and return its launcher. SIGINT interrupts it even if pytest runs in a script's background."""
+    """Start a job and return its launcher. SIGINT and SIGHUP end it even if pytest runs in a script's background."""
+
+    def begin() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+
     return subprocess.Popen(
         job_command(folder, *command, nproc=nproc, backend=backend), cwd=folder, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options,  # noqa: PLW1509
+        preexec_fn=begin, **options,  # noqa: PLW1509
     )  # fmt: skip
 
 

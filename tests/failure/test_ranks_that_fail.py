@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,13 +12,16 @@ import pytest
 from conftest import (
     BACKENDS,
     CORE_UNDER_MPI,
+    MPI_FIRST,
     TIMEOUT_SECONDS,
     assert_nothing_is_left,
     core,
+    job_command,
     slow,
     start_job,
     wait_for_files,
 )
+from mindnlp_dp.launch.processes import fork_client
 from mindnlp_dp.runtime.versions import mindspore_is_before
 
 HEAD = """
@@ -51,6 +56,42 @@ def test_a_job_that_goes_well(launch, tmp_path, backend):
     assert (tmp_path / "logs/worker_1.log").read_text() == "rank 1 of 2 is here\nbye ['a', '--b'] __main__\n"
 
 
+# mpirun 5.0 ends the job at ":", and changes "--map-by" to "--mapby".
+WORDS = [
+    ":",
+    "--map-by",
+    "slot",
+    "--bind-to",
+    "core",
+    "--r",
+    "8",
+    "-n",
+    "3",
+    "--",
+    "",
+    'it\'s "$x" \\ *',
+    "x" * 120_000,
+]
+
+
+@pytest.mark.parametrize("forked", [True, False])
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
+def test_the_words_of_a_script_reach_each_rank_as_typed(launch, tmp_path, monkeypatch, backend, forked):
+    if not forked:
+        monkeypatch.delenv(fork_client.VARIABLE)
+    script = "import json" + HEAD + ALONE[backend] + "json.dump(sys.argv[1:], open(f'words_{group.rank}', 'w'))\n"
+    job = launch(script, *WORDS, backend=backend)
+    assert job.exit_code == 0, job.output
+    assert [json.loads((tmp_path / f"words_{rank}").read_text()) for rank in range(2)] == [WORDS, WORDS]
+
+
+def test_a_job_runs_without_the_variable_home(launch, monkeypatch):
+    """Check the environment of a system service of systemd, or of ``env -i``: OpenMPI does not start in it."""
+    monkeypatch.delenv("HOME")
+    job = launch(HEAD + MPI_ALONE + "assert os.path.isdir(os.environ['HOME'])\nif not group.rank: print('started')\n")
+    assert (job.exit_code, job.output) == (0, "started\n")
+
+
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_an_exception_on_one_rank_ends_the_others_who_wait_for_it(launch, backend):
     job = launch(HEAD + INIT + "if group.rank == 1: raise ValueError('boom')\n" + WAIT, backend=backend)
@@ -74,6 +115,40 @@ def test_a_rank_that_is_killed(launch, backend):
     job = launch(HEAD + INIT + "if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT, backend=backend)
     assert job.exit_code == 128 + signal.SIGKILL
     assert "rank 1 of 2 was killed by signal 9" in job.output
+
+
+@pytest.mark.usefixtures("own_imports")
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
+def test_a_rank_that_is_killed_fails_the_job_whose_parent_ignores_sigchld(tmp_path, backend):
+    """Check a launcher whose parent, such as a daemon that avoids zombies, ignores SIGCHLD: exec inherits that."""
+    script = HEAD + ALONE[backend] + "if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT
+    done = subprocess.run(
+        job_command(tmp_path, script, backend=backend), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=tmp_path, timeout=TIMEOUT_SECONDS,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )  # fmt: skip
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout
+    assert "rank 1 of 2 was killed by signal 9" in done.stdout
+
+
+CRASH = """
+import ctypes
+def crash(depth):
+    if depth:
+        crash(depth - 1)
+    else:
+        ctypes.string_at(0)
+if group.rank == 1: crash(30)
+"""
+
+
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
+def test_a_segmentation_fault_shows_the_line_of_the_script(launch, backend):
+    job = launch(HEAD + ALONE[backend] + CRASH + WAIT, backend=backend)
+    assert job.exit_code == 128 + signal.SIGSEGV
+    assert "rank 1 of 2 was killed by signal 11" in job.output
+    assert "Fatal Python error: Segmentation fault" in job.output
+    assert re.search(r'script.py", line \d+ in crash', job.output)
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
@@ -209,7 +284,9 @@ def test_what_a_script_may_do_under_python(launch):
             raise SystemExit(5)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
         MPI.COMM_WORLD.barrier()
-        assert not [name for name in os.listdir("logs") if name.endswith(".status")]
+        from pathlib import Path
+        from mindnlp_dp.runtime import heartbeat
+        assert [rank.exit_code for rank in heartbeat.read(Path("logs/progress"))] == [None, None]
         MPI.COMM_WORLD.barrier()
         with open(f"said_{MPI.COMM_WORLD.rank}", "w") as sys.stdout:
             print("hello")
@@ -270,6 +347,25 @@ def test_a_rank_that_others_may_wait_for_in_vain_is_mentioned(tmp_path, monkeypa
     script.write_text(HEAD + MPI_ALONE + "if group.rank == 0: time.sleep(3)\n")
     assert run.run_job(2, [str(script)], backend="mpi", log_dir=tmp_path / "logs") == 0
     assert "ranks [1] finished 1 s ago, ranks [0] have not" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_imports")
+@pytest.mark.parametrize("backend", MPI_FIRST)
+def test_a_process_that_does_not_end_after_success_is_named_and_ended(tmp_path, monkeypatch, capsys, backend):
+    from mindnlp_dp.launch import run
+    from mindnlp_dp.launch.monitor import attempt_monitor
+
+    monkeypatch.setattr(attempt_monitor, "PATIENCE_SECONDS", 1.0)
+    script = tmp_path / "script.py"
+    late = "def close():\n    time.sleep(600)\nif group.rank == 1: threading.Thread(target=close).start()\n"
+    script.write_text("import threading" + HEAD + ALONE[backend] + late)
+    options = run.JobOptions(hang_timeout=3.0)
+    assert run.run_job(2, [str(script)], backend=backend, log_dir=tmp_path / "logs", options=options) == 0
+    said = capsys.readouterr().err
+    assert "all ranks have finished, the last one 1 s ago:\nthe process of rank 1 (" in said
+    assert "script.py:" in said
+    assert ", in close()" in said
+    assert_nothing_is_left(tmp_path / "logs")
 
 
 def test_mpirun_missing(monkeypatch, capsys, tmp_path):

@@ -101,12 +101,25 @@ def test_who_asks_twice_does_not_wait(tmp_path):
     assert launcher.wait(60) == 143
 
 
-def test_a_job_that_ends_in_its_grace_period_ends_well(tmp_path):
+# A closed connection sends SIGHUP once or twice; systemd sends it after SIGTERM.
+@pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGHUP", "SIGHUP"], ["SIGTERM", "SIGHUP"]])
+def test_a_job_that_ends_in_its_grace_period_ends_well(tmp_path, signals):
     script = NEVER_SAVES.replace("10_000", "200")
     launcher = start_job(tmp_path, "--grace-period", 300, script, stdout=subprocess.DEVNULL)
     wait_for((tmp_path / "updates").exists, "updates")
-    launcher.send_signal(signal.SIGTERM)
+    for name in signals:
+        launcher.send_signal(getattr(signal, name))
+        time.sleep(0.3)
     assert launcher.wait(TIMEOUT_SECONDS) == 0
+
+
+def test_a_closed_connection_gives_a_job_its_grace_period(tmp_path):
+    launcher = start_job(tmp_path, "--grace-period", 3, NEVER_SAVES, stdout=subprocess.DEVNULL)
+    wait_for((tmp_path / "updates").exists, "updates")
+    began = time.monotonic()
+    launcher.send_signal(signal.SIGHUP)
+    assert launcher.wait(TIMEOUT_SECONDS) == 129
+    assert time.monotonic() - began >= 3
 
 
 def test_a_job_that_fails_when_it_was_asked_to_end_is_not_started_again(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from conftest import (
     TIMEOUT_SECONDS,
     assert_nothing_is_left,
     core,
+    job_command,
     processes_of,
     run_job,
     start_job,
@@ -339,10 +342,10 @@ def test_a_restart_that_cannot_write_its_logs_is_a_failure_that_may_pass(tmp_pat
     assert "the job is over: 3 attempts in a row have not finished a single update" in job.output
 
 
-def test_ranks_that_cannot_say_how_they_ended(tmp_path):
+def test_an_exit_code_is_known_without_the_log_folder(tmp_path):
     job = run_job(tmp_path, LOSES_ITS_LOGS.format(then="pass"))
     assert job.exit_code == 3, job.output
-    assert "a rank failed with exit code 3, and could not write to" in job.output
+    assert re.search("rank [01] of 2 failed with exit code 3 after", job.output)
     assert "before its ranks started" not in job.output
 
 
@@ -354,6 +357,24 @@ def test_an_mpirun_that_says_that_all_is_well_and_has_started_nobody(tmp_path, m
     (tmp_path / "script.py").write_text("")
     assert launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs") == 1
     assert "rank 0 of 2 ended without a word" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), 9)"])
+def test_a_failed_job_ends_although_its_output_is_not_read(tmp_path, end):
+    script = "import os, sys\nfrom mpi4py import MPI\n"
+    script += f"os.write(1, b'x' * (2 << 20))\nMPI.COMM_WORLD.barrier()\nif not MPI.COMM_WORLD.rank: {end}\n"
+    launcher = start_job(tmp_path, script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    # Without a reader.
+    assert launcher.wait(TIMEOUT_SECONDS) == (3 if "exit" in end else 137)
+    launcher.stdout.close()
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_job_without_standard_streams_runs(tmp_path, closed):
+    script = "from mpi4py import MPI\nprint('hello')\nopen(f'here_{MPI.COMM_WORLD.rank}', 'w').close()\n"
+    command = shlex.join(job_command(tmp_path, script)) + f" {closed}>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=TIMEOUT_SECONDS).returncode == 0
+    assert len(list(tmp_path.glob("here_*"))) == 2
 
 
 def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):

@@ -124,7 +124,7 @@ def test_pods_run_a_command_that_the_launcher_takes(name, monkeypatch):
     args, resources = container["args"], container["resources"]["requests"]
     assert (container["command"], args[0]) == (["mindnlp-dp"], "run")
     parsed = main._parser().parse_args([arg.replace("$(MS_SCHED_HOST)", "10.0.0.1") for arg in args])
-    at = args.index(parsed.script)
+    at = args.index(parsed.command[0])
     flags = dict(zip(args[1:at:2], args[2:at:2]))
     [port] = [port["containerPort"] for port in container["ports"]]
     assert flags["--nnodes"].split(":")[-1] == str(hosts)
@@ -133,7 +133,7 @@ def test_pods_run_a_command_that_the_launcher_takes(name, monkeypatch):
     assert resources.get(NPU, ranks) == ranks <= int(resources["cpu"])
     assert NPU not in resources or flags["--backend"] == "mindspore"
     config = parse_config(FinetuneConfig, args[at + 1 :])
-    assert (ROOT / parsed.script).is_file()
+    assert (ROOT / parsed.command[0]).is_file()
     # A pod that is restarted finds a checkpoint.
     assert config.resume
     assert config.save_steps > 0

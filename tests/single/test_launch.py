@@ -12,19 +12,22 @@ from types import SimpleNamespace
 import pytest
 
 import mindnlp_dp
-from mindnlp_dp.commands.main import _parser, main
+from mindnlp_dp.commands.main import main
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.monitor.console import _Log
-from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_process, report_failure
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_process, find_failure, report_failure
+from mindnlp_dp.launch.monitor.snapshot import JobSnapshot
+from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, read_statuses, write_status
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess
+from mindnlp_dp.launch.processes.oom_kills import OomKills
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import grace_seconds, terminate_ranks
 from mindnlp_dp.launch.processes.stack_dumps import describe_location, stacks_of
 from mindnlp_dp.launch.rendezvous.protocol import LONGEST_BYTES
 from mindnlp_dp.runtime import heartbeat, scratch_dir
 from mindnlp_dp.runtime.devices import default_device, set_device_from_env
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat, state_and_birth_of
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status, state_and_birth_of
 from mindnlp_dp.runtime.launch_env import launched_rank
 
 STALE = {
@@ -69,6 +72,12 @@ KILLED = """prterun noticed that process rank 1 with PID 12 on node vm exited on
 signal 9 (Killed)."""
 LEFT = """   Process name: [prterun-vm-3980@1,1]
    Exit code:    3"""
+ABORTED = """prterun has exited due to process rank 1 with PID 4059 on node vm calling
+"abort". This may have caused other processes in the application to be"""
+DISCONNECTED = f"""An MPI communication peer process has unexpectedly disconnected.  This
+usually indicates a failure in the peer process
+  Peer host:  node2
+{ABORTED}"""
 LEFT_WELL = """prterun has exited due to process rank 1 with PID 4116 on node vm exiting
 improperly. There are three reasons this could occur:"""
 MPIRUN = [ExitedProcess(None, 1)]
@@ -81,6 +90,12 @@ MPIRUN = [ExitedProcess(None, 1)]
         ({}, MPIRUN, KILLED, (1, 137, "was killed by signal 9")),
         ({}, MPIRUN, LEFT, (1, 3, "left with exit code 3")),
         ({}, MPIRUN, LEFT_WELL, (1, 1, "left with exit code 0")),
+        ({}, [ExitedProcess(None, 5)], ABORTED, (1, 5, "aborted the MPI job with exit code 5")),
+        ({}, [ExitedProcess(None, 14)], DISCONNECTED, (None, 14, "a rank on node2 ended without a word")),
+        ({}, [ExitedProcess(None, 0)], KILLED, (1, 137, "was killed by signal 9")),
+        # Codes above 128 that a script has chosen, such as those of sys.exit(-1) and KeyboardInterrupt.
+        ({1: Status(255, 4.0)}, MPIRUN, "", (1, 255, "failed with exit code 255")),
+        ({1: Status(130, 4.0)}, MPIRUN, "", (1, 130, "failed with exit code 130")),
         ({}, MPIRUN, "no slots", (None, 1, "")),
         ({}, [ExitedProcess(None, -9)], "", (None, 137, "mpirun was killed by signal 9")),
         ({}, [ExitedProcess(1, -9)], "", (1, 137, "was killed by signal 9")),
@@ -99,28 +114,98 @@ MPIRUN = [ExitedProcess(None, 1)]
     ],
 )
 def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
-    for index, status in statuses.items():
-        write_status(tmp_path, index, status)
     (tmp_path / "launcher.log").write_text(printed)
     rank, code, what = verdict
-    failure = find_failed_process(ended, read_statuses(tmp_path, range(2)), tmp_path, ranks=range(2))
+    failure = find_failed_process(ended, statuses, tmp_path, ranks=range(2))
     assert (failure.rank, failure.exit_code) == (rank, code)
     assert failure.what.startswith(what)
 
 
 @pytest.mark.parametrize("returncode", [0, 1])
 def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
-    for rank in range(2):
-        write_status(tmp_path, rank, Status(0, 1.0))
-    assert (
-        find_failed_process(
-            [ExitedProcess(0, returncode), ExitedProcess(1, 0)],
-            read_statuses(tmp_path, range(2)),
-            tmp_path,
-            ranks=range(2),
-        )
-        is None
+    ended = [ExitedProcess(0, returncode), ExitedProcess(1, 0)]
+    statuses = {rank: Status(0, 1.0) for rank in range(2)}
+    assert find_failed_process(ended, statuses, tmp_path, ranks=range(2)) is None
+
+
+@pytest.mark.parametrize(
+    ("ended", "what"),
+    [
+        ([ExitedProcess(None, 0)], "ended without a word"),
+        ([ExitedProcess(0, 0), ExitedProcess(1, 0)], "left with exit code 0, past the end of the script (os._exit),"),
+    ],
+)
+def test_a_rank_without_a_status_has_failed_whatever_its_parent_says(tmp_path, ended, what):
+    """Check exit codes of 0 where SIGCHLD is ignored, for mpirun and for the ranks of MindSpore's cluster."""
+    attempt = Attempt(0, "mpi", ["train.py"], str(tmp_path), [2])
+    ranks = [RankHeartbeat(changes=1, pid=1), RankHeartbeat(changes=1, pid=2)]
+    snapshot = JobSnapshot(ranks, {0: Status(0, 1.0)}, [HostReport(ended=ended)])
+    failure = find_failure(snapshot, [SimpleNamespace(lost="")], attempt, tmp_path, range(2))
+    assert (failure.rank, failure.exit_code, failure.what) == (1, 1, what)
+
+
+def test_a_failure_of_mpirun_that_names_no_rank_shows_the_logs(tmp_path, capsys):
+    """Check what /dev/shm without room leads to."""
+    (tmp_path / "launcher.log").write_text("not enough space for /dev/shm/sm_segment")
+    (tmp_path / "worker_1.log").write_text("starting")
+    attempt = Attempt(0, "mpi", ["train.py"], str(tmp_path), [2])
+    snapshot = JobSnapshot(
+        [RankHeartbeat(changes=1, pid=1)] * 2, {0: Status(0, 1.0)}, [HostReport(ended=[ExitedProcess(None, 14)])]
     )
+    failure = find_failure(snapshot, [SimpleNamespace(lost="")], attempt, tmp_path, range(2))
+    assert (failure.rank, failure.exit_code) == (None, 14)
+    report_failure(failure, tmp_path, 2, 3.0)
+    said = capsys.readouterr().err
+    assert said.startswith("mpirun ended with exit code 14, and ranks [1] have not recorded their end, after 3.0 s;")
+    assert "launcher.log begins:\n  not enough space" in said
+    assert "worker_1.log ends:\n  starting" in said
+    assert "worker_0.log" not in said
+
+
+@pytest.mark.parametrize(
+    ("kills", "why"), [(0, "often for lack of memory,"), (1, "because there was not enough memory,")]
+)
+def test_a_rank_that_was_killed_for_lack_of_memory_is_said_so(tmp_path, kills, why):
+    attempt = Attempt(0, "mindspore", ["train.py"], str(tmp_path), [2])
+    report = HostReport(ended=[ExitedProcess(1, -9)], oom_kills=kills)
+    sent = HostReport.from_json(json.loads(json.dumps(report.to_json())))
+    snapshot = JobSnapshot([RankHeartbeat(changes=1, pid=1)] * 2, {0: Status(0, 1.0)}, [sent])
+    failure = find_failure(snapshot, [SimpleNamespace(lost="")], attempt, tmp_path, range(2))
+    assert (failure.rank, failure.what) == (1, f"was killed by signal 9, {why}")
+
+
+@pytest.mark.parametrize(
+    ("groups", "counter"),
+    [
+        ("4:memory:/jobs/7\n0::/\n", "sys/fs/cgroup/memory/jobs/7/memory.oom_control"),
+        # A container with the host's path, whose own group is the root.
+        ("4:memory:/docker/1a\n1:cpu:/docker/1a\n", "sys/fs/cgroup/memory/memory.oom_control"),
+        ("0::/user.slice/job\n", "sys/fs/cgroup/user.slice/job/memory.events"),
+        # A process of the root group, which has no counter.
+        ("0::/\n", "proc/vmstat"),
+    ],
+)
+def test_kills_for_lack_of_memory_are_counted_in_the_cgroup_or_on_the_host(tmp_path, groups, counter):
+    def write(path, number):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"oom 9\noom_kill {number}\noom_group_kill 5\n")
+
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    write("proc/vmstat", 3)
+    write(counter, 7)
+    kills = OomKills(tmp_path)
+    write(counter, 9)
+    assert kills.number == 2
+    (tmp_path / counter).unlink()
+    assert kills.number == 0
+
+
+def test_a_process_without_a_status_ends_the_job_at_once():
+    statuses = {0: Status(0, 1.0)}
+    assert JobSnapshot([], statuses, [HostReport(ended=[ExitedProcess(1, 0)])]).has_failed
+    assert not JobSnapshot([], statuses, [HostReport(ended=[ExitedProcess(0, 1), ExitedProcess(None, 1)])]).has_failed
 
 
 def test_launched_rank():
@@ -142,6 +227,9 @@ def test_launched_rank():
             "must be a number of at least 1, or MIN:MAX, got two",
         ),
         (["run", "--nproc", "2", "--backend", "gloo", "x.py"], "invalid choice: 'gloo'"),
+        (["run", "--nprocs", "2", "x.py"], "unrecognized option --nprocs; do you mean --nproc?"),
+        (["run", "--nproc", "2", "--max-restart=1", "x.py"], "option --max-restart; do you mean --max-restarts?"),
+        (["run", "--nproc=2", "--tee", "all", "-m", "-q", "x.py"], "unrecognized option -q"),
         (["run", "x.py"], "the following arguments are required: --nproc"),
         ([], "the following arguments are required: COMMAND"),
     ],
@@ -165,11 +253,17 @@ def test_wrong_words(argv, message, capsys):
         ["-m"],
         ["--help"],
         ["--s=1"],
+        ["--r", "8"],
+        ["-r", "8"],
+        ["--", "--", ":", "", "a b"],
     ],
 )
-def test_the_options_of_the_script_are_the_scripts(arguments):
-    parsed = _parser().parse_args(["run", "--nproc", "2", "train.py", *arguments])
-    assert (parsed.script, parsed.args) == ("train.py", arguments)
+@pytest.mark.parametrize("before", [[], ["-m"], ["--"]])
+def test_the_arguments_of_the_script_arrive_as_typed(monkeypatch, before, arguments):
+    given = []
+    monkeypatch.setattr("mindnlp_dp.commands.main.run_job", lambda nproc, command, **options: given.append(command))
+    main(["run", "--nproc", "2", *before, "train.py", *arguments])
+    assert given == [[*(["-m"] if before == ["-m"] else []), "train.py", *arguments]]
 
 
 def test_a_missing_script(capsys):
@@ -251,29 +345,25 @@ def test_the_rank_that_others_waited_for_is_one_of_those_left(tmp_path):
 def test_the_log_of_the_rank_that_failed_is_shown_unless_rank_0_was_seen_to_fail_too(
     tmp_path, capsys, main, shown, is_said
 ):
-    write_status(tmp_path, 0, Status(1, 6.0))  # after its output was shown
     report_failure(Failure(1, 1, "failed"), tmp_path, 2, 3.0, log_tail="  why", shown=shown, main=main)
     assert ("worker_1.log ends:\n  why" in capsys.readouterr().err) == is_said
 
 
-def status(code=1, of="job:0"):
-    return Status(code, 1.0, False, of)
-
-
-@pytest.mark.parametrize(
-    "said", ['{"exit_code": 0}', "[1]", '"x"', '{"exit_code": "x", "time": 1, "waited": false, "of": ""}', "{"]
-)
-def test_a_status_of_another_form_is_none(tmp_path, said):
-    (tmp_path / "worker_0.status").write_text(said)
-    assert read_statuses(tmp_path, range(1)) == {}
-
-
-def test_a_status_of_another_try_is_not_this_ones(tmp_path):
+def test_a_status_of_an_earlier_attempt_is_not_that_of_the_next_one(tmp_path):
     """Ignore the late status of a rank on a disconnected host, if the next attempt runs in the same shared folder."""
-    write_status(tmp_path, 0, status(of="job:0"))
-    write_status(tmp_path, 1, status(of="job:1"))
-    assert list(read_statuses(tmp_path, range(2), "job:1")) == [1]
-    assert list(read_statuses(tmp_path, range(2))) == [0, 1]
+    path = tmp_path / "progress"
+    first = heartbeat.create(path, 2)
+    late = heartbeat.HeartbeatWriter(path, 0)
+    second = heartbeat.create(path, 2)
+    heartbeat.HeartbeatWriter(path, 1).record_end(200, waited=True)
+    late.record_end(1, waited=False)
+    [early], [status] = (
+        heartbeat.read_statuses(first, range(2)).items(),
+        heartbeat.read_statuses(second, range(2)).items(),
+    )
+    assert (early[0], early[1].exit_code, early[1].waited) == (0, 1, False)
+    assert (status[0], status[1].exit_code, status[1].waited) == (1, 200, True)
+    assert [rank.exit_code for rank in heartbeat.read(path)] == [None, 200]
 
 
 def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
@@ -287,7 +377,7 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
         assert ours.state in ("S", "R", "D")
         assert somebody_elses.state == ""
         (tmp_path / "worker_0.stacks").write_text("")
-        assert stacks_of({0: somebody_elses}, [], tmp_path) == {}
+        assert stacks_of({0: somebody_elses}, tmp_path) == {}
         terminate_ranks([somebody_elses], 0.0, EventLoop())
         assert other.poll() is None
         terminate_ranks([ours], 0.0, EventLoop())
@@ -321,16 +411,26 @@ def test_a_process_of_a_job_finds_the_package_and_not_its_folders(tmp_path):
 
 
 def test_stacks_of_many_ranks_fit_into_a_message(tmp_path):
-    ignores = "trap '' USR1; echo ready; exec sleep 60"
-    with subprocess.Popen(["sh", "-c", ignores], stdout=subprocess.PIPE, text=True) as other:
+    handles = "trap : USR1; echo ready; while :; do sleep 0.1; done"
+    with subprocess.Popen(["sh", "-c", handles], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "ready\n"
         rank = RankHeartbeat(changes=1, pid=other.pid, born=state_and_birth_of(other.pid)[1])
         for number in range(64):
             (tmp_path / f"worker_{number}.stacks").write_text("x" * 70_000)
-        found = stacks_of(dict.fromkeys(range(64), rank), [], tmp_path)
+        found = stacks_of(dict.fromkeys(range(64), rank), tmp_path)
         other.kill()
     assert len(found) == 64
     assert len(json.dumps(found)) < LONGEST_BYTES
+
+
+def test_a_process_that_does_not_handle_the_signal_for_stacks_does_not_get_it(tmp_path):
+    """Check a rank past Python's end, which the signal would end while a driver cleans up."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        rank = RankHeartbeat(changes=1, pid=other.pid, born=state_and_birth_of(other.pid)[1])
+        (tmp_path / "worker_0.stacks").write_text("")
+        assert stacks_of({0: rank}, tmp_path) == {}
+        assert other.poll() is None
+        other.kill()
 
 
 def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_path):

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from mindnlp_dp.launch.monitor.recovery import PATIENCE_SECONDS, LostRanks, Outcome
-from mindnlp_dp.launch.processes.exit_status import Status
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
 
 WORKS = RankHeartbeat(changes=9, pid=1, has_joined=True)
 WAITS = dataclasses.replace(WORKS, blocked_in="all_reduce of 3 ranks")

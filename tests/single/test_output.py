@@ -1,5 +1,6 @@
 """Tests that no reader of the launcher's output can block it, such as a stopped terminal or an unread pipe."""
 
+import io
 import os
 import pty
 import socket
@@ -7,7 +8,7 @@ import sys
 import termios
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 
 import pytest
@@ -218,13 +219,28 @@ def test_a_rank_is_lost_whose_output_nobody_reads_any_more(tmp_path, pipe, capsy
     assert capsys.readouterr().err.count("nothing more is shown") == 1
 
 
-def test_no_standard_output_at_all(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_closed_standard_stream_ends_nothing(tmp_path, monkeypatch, stream):
     (tmp_path / "worker_0.log").write_text("a line\n")
-    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, stream, None)
     with NonBlockingStdio():
+        print("a message", file=sys.stderr)
         console = Console(tmp_path, 1, "0", 0, EventLoop())
         console.show_all()
         console.close()
+
+
+def test_streams_of_text_such_as_a_notebooks_get_the_ranks_output(tmp_path):
+    (tmp_path / "worker_0.log").write_bytes("a line, \u00fc\n".encode() + b"\xff\n")
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        with NonBlockingStdio():
+            console = Console(tmp_path, 1, "0", 0, EventLoop())
+            console.show_all()
+            console.close()
+            print("a message", file=sys.stderr)
+        assert (sys.stdout, sys.stderr) == (out, err)
+    assert (out.getvalue(), err.getvalue()) == ("a line, \u00fc\n\ufffd\n", "a message\n")
 
 
 @pytest.mark.parametrize("tee", ["0", "all"])

@@ -21,7 +21,7 @@ from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.options import rendezvous_of
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess
 from mindnlp_dp.launch.processes.fork_client import VARIABLE, WorkerCall, run_in_fork_server
 from mindnlp_dp.launch.processes.fork_server import _forget_socket_of_the_dead, _Server
 from mindnlp_dp.launch.processes.host import LocalHost
@@ -40,7 +40,7 @@ from mindnlp_dp.launch.rendezvous.protocol import (
 from mindnlp_dp.launch.rendezvous.remote_shell import command as remote_shell
 from mindnlp_dp.launch.rendezvous.server import Rendezvous, RendezvousServer
 from mindnlp_dp.launch.termination import Termination
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
 from mindnlp_dp.runtime.launch_env import node_rank_of
 
 TOKEN = b"0123456789abcdef"
@@ -363,7 +363,7 @@ def test_torchruns_words(monkeypatch):
     words = "--nnodes=1:4 --nproc_per_node=2 --rdzv_id=j --rdzv_endpoint=n0:123 --max-restarts=3 --log_dir=l --tee all"
     args = _parser().parse_args(["run", *words.split(), "--node_rank", "1", "-m", "pkg.train", "--lr", "1"])
     assert (args.nnodes, args.nproc, args.max_restarts) == (MinMax(1, 4), MinMax(2, 2), 3)
-    assert (args.module, args.script, args.args) == (True, "pkg.train", ["--lr", "1"])
+    assert (args.module, args.command) == (True, ["pkg.train", "--lr", "1"])
     meet = rendezvous_of(args)
     assert (meet.host, meet.port, meet.job, meet.lost_after) == ("n0", 123, "j", 10.0)
     args = _parser().parse_args(["run", "--nproc", "1", "--nnodes", "2", "--master-addr", "n1", "x.py"])
@@ -385,7 +385,7 @@ def test_torchruns_lines_of_one_host_need_no_token(line, monkeypatch):
     monkeypatch.delenv("MINDNLP_DP_RDZV_TOKEN", raising=False)
     args = _parser().parse_args(["run", "--nproc_per_node=2", *line.split(), "x.py", "--role", "of the script"])
     assert rendezvous_of(args) is None
-    assert args.args == ["--role", "of the script"]
+    assert args.command[1:] == ["--role", "of the script"]
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_torchruns_lines_of_one_host_need_no_token(line, monkeypatch):
         ("--local_ranks_filter=0", "worker_R.log"),
         ("--local-addr h", "--rdzv-endpoint"),
         ("--rdzv-backend etcd", "choose from"),
-        ("--no-such-thing", "unrecognized arguments: --no-such-thing"),
+        ("--no-such-thing", "unrecognized option --no-such-thing"),
     ],
 )
 def test_torchruns_other_options_say_what_to_type(line, message, capsys):

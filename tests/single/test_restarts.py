@@ -26,8 +26,9 @@ from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_p
 from mindnlp_dp.launch.monitor.recovery import RestartPolicy
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot
 from mindnlp_dp.launch.processes.attempt import HostReport
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess
 from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.runtime.heartbeat import Status
 
 FAILURE = Failure(1, 9, "failed")
 
@@ -51,7 +52,7 @@ def test_one_that_got_on_is_none_of_them(tmp_path):
     assert waits(tmp_path, [7, 7], most=1)[0] == [0.0, None]
 
 
-OURS = ("worker_0.log", "worker_12.log.1", "worker_0.status", "worker_1.stacks", "launcher.log", "launcher_1.log",
+OURS = ("worker_0.log", "worker_12.log.1", "worker_1.stacks", "launcher.log", "launcher_1.log",
         "scheduler.log", "progress", "progress_3", "fork_server.log", "environ_changes.json", RECORD)  # fmt: skip
 THEIRS = (
     "progress.py",
@@ -110,11 +111,11 @@ def test_no_folder_that_a_user_made_is_removed(tmp_path):
 
 def test_a_trys_logs_are_put_aside(tmp_path):
     claim(tmp_path)
-    for name in ("worker_0.log", "worker_0.status", "progress", "train.py"):
+    for name in ("worker_0.log", "worker_0.stacks", "progress", "train.py"):
         (tmp_path / name).write_text(name)
     archive_attempt_logs(tmp_path, 1)
     assert sorted(os.listdir(tmp_path)) == [".mindnlp_dp", "progress", "train.py", "try_1"]
-    assert sorted(os.listdir(tmp_path / "try_1")) == [".mindnlp_dp", "worker_0.log", "worker_0.status"]
+    assert sorted(os.listdir(tmp_path / "try_1")) == [".mindnlp_dp", "worker_0.log", "worker_0.stacks"]
     for number in range(2, 13):
         archive_attempt_logs(tmp_path, number)
     assert sorted(int(path.name[4:]) for path in tmp_path.glob("try_*")) == list(range(3, 13))
@@ -215,13 +216,11 @@ def test_a_folder_of_logs_that_leads_nowhere(tmp_path, monkeypatch):
         LocalHost({}, 1, EventLoop()).clear(str(new_log_dir()), 0)
 
 
-def test_statuses_that_cannot_be_put_aside_are_nobodys_ends(tmp_path, capsys):
+def test_logs_that_cannot_be_archived_do_not_end_the_job(tmp_path, capsys):
     claim(tmp_path)
-    (tmp_path / "worker_1.status").write_text("{}")
     (tmp_path / "try_1").write_text("a file of the user's")
     host = LocalHost({}, 1, EventLoop())
     host.clear(str(tmp_path), 1)
-    assert not (tmp_path / "worker_1.status").exists()
     assert (tmp_path / "try_1").read_text() == "a file of the user's"
     assert "cannot be archived" in capsys.readouterr().err
 

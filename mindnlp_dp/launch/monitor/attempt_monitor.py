@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
@@ -22,9 +22,10 @@ from mindnlp_dp.launch.monitor.recovery import LostRanks, Outcome, RestartPolicy
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost, take_snapshot
 from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.attempt import Attempt
-from mindnlp_dp.launch.processes.exit_status import Status
+from mindnlp_dp.launch.processes.stack_dumps import describe_exit
 from mindnlp_dp.launch.rendezvous.membership import Host, Membership
 from mindnlp_dp.launch.termination import Termination
+from mindnlp_dp.runtime.heartbeat import Status
 
 # Seconds after the first rank has finished before a message names the ranks that have not.
 PATIENCE_SECONDS = 30.0
@@ -100,6 +101,7 @@ class AttemptMonitor:
         self._console = Console(log_dir, attempt.num_ranks, options.tee, restart_policy.count, loop)
         self._hangs = HangDetector(options.hang_timeout)
         self._is_patient, self._looked, self._over, self._deserted = True, 0.0, 0.0, 0.0
+        self._has_named_late = False
         # The times at which ranks were first seen to have ended.
         self._finished: dict[int, float] = {}
         self._has_asked = self._has_prepared = False
@@ -119,7 +121,7 @@ class AttemptMonitor:
                 self._loop.run_once(POLL_SECONDS)
             if reason is StopReason.RANK_FAILED:
                 self._poll_other_hosts()
-            elif reason is StopReason.ALL_EXITED:
+            elif reason is StopReason.ALL_EXITED and self._have_succeeded(self._snapshot):
                 self._console.show_all()
             self._console.close()
         return reason
@@ -174,14 +176,17 @@ class AttemptMonitor:
         shown_status = self._snapshot.statuses.get(0)
         snapshot = replace(self._snapshot, ranks=after.ranks, statuses=after.statuses)
         left = self._lost_ranks.left
-        have_finished = all(rank in after.statuses and not after.statuses[rank].exit_code for rank in left)
-        grows, failure = reason is StopReason.SAVED and not have_finished, None
+        grows, failure = reason is StopReason.SAVED and not self._have_succeeded(after), None
         if not grows:
             failure = self._lost_ranks.failure or self._hang
             failure = failure or find_failure(snapshot, self._hosts, self._attempt, self._log_dir, left)
         has_begun = snapshot.has_begun or any(self._log_dir.glob("worker_*.log"))
         failed_before_start = failure is not None and self._hang is None and not has_begun
         return AttemptResult(failure, grows, failed_before_start, snapshot.update, shown_status)
+
+    def _have_succeeded(self, snapshot: JobSnapshot) -> bool:
+        statuses = snapshot.statuses
+        return all(rank in statuses and not statuses[rank].exit_code for rank in self._lost_ranks.left)
 
     def _poll_other_hosts(self) -> None:
         """Wait a moment, so that ranks that fail together all report it, and a rank that is exiting is seen as gone.
@@ -238,9 +243,8 @@ class AttemptMonitor:
         self._report_missing_ranks(now)
         # Lost ranks are left out, because their records keep what they were last doing.
         if self._hangs.poll([snapshot.ranks[rank] for rank in lost_ranks.left], bool(stopped)):
-            stacks = {rank: text for host in self._hosts for rank, text in host.stacks().items()}
             self._hang = describe_hang(
-                snapshot.ranks, sorted(self._finished), stacks, stopped,
+                snapshot.ranks, sorted(self._finished), self._stacks(), stopped,
                 lost=lost_ranks.ranks, log_dir=self._log_dir, timeout=self._hangs.timeout,
             )  # fmt: skip
         if not self._has_prepared and self._may_start_again and all(rank.has_joined for rank in snapshot.ranks):
@@ -285,9 +289,27 @@ class AttemptMonitor:
             self._hang = Failure(silent[0], 1, "was killed, or left past the end of the script,")
         return True
 
+    def _is_late(self, now: float) -> bool:
+        """Name the processes that do not end although all ranks have finished; return whether to end them now.
+
+        A thread of the script may still work, or the clean-up of a library or a driver hangs.
+        """
+        snapshot, left = self._snapshot, self._lost_ranks.left
+        late = [rank for rank in left if rank not in snapshot.gone]
+        if not late or any(rank not in snapshot.statuses for rank in left):
+            return False
+        timeout, passed = self._options.hang_timeout, now - max(self._finished[rank] for rank in left)
+        if passed > PATIENCE_SECONDS and not self._has_named_late:
+            self._has_named_late = True
+            _mention_late(late, snapshot, self._stacks(), timeout)
+        return bool(timeout) and passed > max(timeout, PATIENCE_SECONDS)
+
+    def _stacks(self) -> dict[int, str]:
+        return {rank: text for host in self._hosts for rank, text in host.stacks().items()}
+
     def _has_ended(self, now: float) -> bool:
         snapshot, lost_ranks = self._snapshot, self._lost_ranks
-        if self._is_deserted(now):
+        if self._is_deserted(now) or self._is_late(now):
             return True
         if lost_ranks.ranks and len(self._finished) == len(lost_ranks.left):
             # mpirun may still wait for the lost ranks.
@@ -298,6 +320,17 @@ class AttemptMonitor:
             self._over = self._over or now
             return now - self._over > _LAST_WORD_SECONDS
         return ended
+
+
+def _mention_late(late: Sequence[int], snapshot: JobSnapshot, stacks: Mapping[int, str], timeout: float) -> None:
+    """Print which processes have not ended although all ranks have finished, and where they are."""
+    print(f"all ranks have finished, the last one {PATIENCE_SECONDS:.0f} s ago:", file=sys.stderr)
+    # Those with a stack first, because the others may wait for them.
+    for rank in sorted(late, key=lambda rank: not stacks.get(rank)):
+        where = describe_exit(snapshot.ranks[rank], stacks.get(rank, ""))
+        print(f"the process of rank {rank} ({snapshot.ranks[rank].pid}) has not ended: {where}", file=sys.stderr)
+    end = f"It is ended after {timeout:.0f} s (--hang-timeout)" if timeout else "Ctrl-C ends it"
+    print(f"{end}; the job has succeeded", file=sys.stderr)
 
 
 def _mention_stragglers(finished: Sequence[int], running: Sequence[int]) -> None:

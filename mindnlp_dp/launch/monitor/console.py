@@ -39,8 +39,7 @@ class Console:
     """
 
     def __init__(self, log_dir: Path, nproc: int, tee: str, num_restarts: int, loop: EventLoop) -> None:
-        # A user who has closed standard output does not want to see anything.
-        ranks = {"0": [0], "all": range(nproc), "none": []}[tee if sys.stdout is not None else "none"]
+        ranks = {"0": [0], "all": range(nproc), "none": []}[tee]
         self._log_dir, self._loop = log_dir, loop
         self._logs = [_Log(log_dir, rank, f"[{rank}] " if tee == "all" else "") for rank in ranks]
         self._num_restarts = num_restarts

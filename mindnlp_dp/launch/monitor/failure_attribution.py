@@ -16,11 +16,15 @@ from typing import Optional
 
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost
 from mindnlp_dp.launch.processes.attempt import Attempt
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, tail
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess, head, tail
 from mindnlp_dp.launch.rendezvous.membership import Host
+from mindnlp_dp.runtime.heartbeat import Status
 
 # The exit codes of processes that are ended because another one failed.
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM, 14)
+
+# How many logs are shown if it is not known which rank failed.
+_MOST_LOGS = 4
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,24 @@ def find_failure(
         rank = replace(attempt, index=hosts.index(lost)).ranks.start
         return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
     failure = find_failed_process(snapshot.ended, statuses, log_dir, ranks)
+    if failure is not None and failure.what == _killed(signal.SIGKILL):
+        why = "because there was not enough memory" if snapshot.oom_kills else "often for lack of memory"
+        failure = replace(failure, what=f"{failure.what}, {why},")
     missing = [rank for rank in ranks if rank not in statuses]
-    # mpirun exits with 0 after it has lost a host, and in jobs that may continue without a rank.
-    if failure is None and missing and (len(hosts) > 1 or attempt.in_place or not snapshot.has_begun):
+    # Exit codes do not outweigh that: mpirun exits with 0 after it has lost a host, and Python reads 0 for each process
+    # where SIGCHLD is ignored.
+    if failure is None and missing:
         return Failure(missing[0], 1, "ended without a word")
     if failure is not None and failure.rank is None and not failure.what and snapshot.has_begun:
-        what = f"a rank failed with exit code {failure.exit_code}, and could not write to {log_dir},"
-        return replace(failure, what=what)
+        what = f"mpirun ended with exit code {failure.exit_code}, and ranks {missing} have not recorded their end,"
+        return replace(failure, what=what, message=_logs(log_dir, missing[:_MOST_LOGS]))
     return failure
+
+
+def _logs(log_dir: Path, ranks: Sequence[int]) -> str:
+    """Return the beginning of mpirun's output, where MPI says why it aborts, and the ends of these ranks' logs."""
+    logs = [f"worker_{rank}.log ends:\n{tail(log_dir / f'worker_{rank}.log')}" for rank in ranks]
+    return "\n".join([f"launcher.log begins:\n{head(log_dir / 'launcher.log')}", *logs])
 
 
 def find_failed_process(
@@ -70,20 +84,15 @@ def find_failed_process(
         rank = min(failed, key=lambda r: (failed[r].waited, failed[r].time))
         if failed[rank].waited:
             return _find_missing(rank, statuses, silent, ranks)
-        return Failure(rank, failed[rank].exit_code, describe_exit(failed[rank].exit_code))
-    if len(statuses) == len(ranks) or all(process.returncode == 0 for process in ended):
+        return Failure(rank, failed[rank].exit_code, describe_status(failed[rank]))
+    if len(statuses) == len(ranks) or not ended:
         return None
     if silent:
         return _find_silent(silent)
-    code = next((process.returncode for process in ended if process.returncode), 1)
+    code = next((process.returncode for process in ended if process.returncode), 0)
     if code < 0:
-        return Failure(None, 128 - code, f"mpirun {describe_exit(128 - code)}")
-    try:
-        said = (log_dir / "launcher.log").read_text(errors="replace")
-    except OSError:
-        # The file was removed.
-        said = ""
-    return _read_mpirun(said) or Failure(None, code, "")
+        return Failure(None, 128 - code, f"mpirun {_killed(-code)}")
+    return _read_mpirun(log_dir, code) or (Failure(None, code, "") if code else None)
 
 
 def _find_missing(
@@ -100,7 +109,7 @@ def _find_missing(
         return Failure(rank, code, f"reached its end, and rank {waiting} waited {before:.0f} s longer for it,")
     rank = next((rank for rank in ranks if rank not in statuses), waiting)
     if rank == waiting:
-        return Failure(waiting, code, describe_exit(code))
+        return Failure(waiting, code, describe_status(statuses[waiting]))
     return Failure(rank, code, f"was still busy elsewhere when rank {waiting} stopped waiting for it,")
 
 
@@ -108,14 +117,28 @@ def _find_silent(silent: dict[int, int]) -> Failure:
     """Return the rank that left first, of those that ended without a status; a library then kills the others."""
     rank = min(silent, key=lambda rank: (silent[rank] != 0, silent[rank] in _BY_OTHERS))
     code = silent[rank]
-    return Failure(rank, 128 - code if code < 0 else code or 1, describe_exit(128 - code) if code < 0 else _left(code))
+    return Failure(rank, 128 - code, _killed(-code)) if code < 0 else Failure(rank, code or 1, _left(code))
 
 
-def _read_mpirun(said: str) -> Optional[Failure]:
-    """Return the rank that mpirun names as killed or exited in its output; its ranks are not our children."""
+def _read_mpirun(log_dir: Path, code: int) -> Optional[Failure]:
+    """Return the rank that mpirun names in its output as the one that ended; its ranks are not our children.
+
+    Args:
+        code: exit code of mpirun, which is the one that a rank, or MPI itself, has passed to MPI_Abort.
+    """
+    try:
+        said = (log_dir / "launcher.log").read_text(errors="replace")
+    except OSError:
+        # The file was removed.
+        return None
     if killed := re.search(r"process rank (\d+) with PID \d+.*?exited on\s+signal (\d+)", said, re.DOTALL):
-        code = 128 + int(killed[2])
-        return Failure(int(killed[1]), code, describe_exit(code))
+        return Failure(int(killed[1]), 128 + int(killed[2]), _killed(int(killed[2])))
+    if peer := re.search(r"peer process has unexpectedly disconnected.*?Peer host:\s+(\S+)", said, re.DOTALL):
+        # The rank that aborts is not to blame: it has lost a rank of another host.
+        return Failure(None, code or 1, f"a rank on {peer[1]} ended without a word", _logs(log_dir, []))
+    if aborted := re.search(r"process rank (\d+) with PID \d+ on node \S+ calling\s+\"abort\"", said):
+        what = f"aborted the MPI job with exit code {code}"
+        return Failure(int(aborted[1]), code or 1, what, _logs(log_dir, [int(aborted[1])]))
     if left := re.search(r"Process name: \[[^\]]*,(\d+)\]\s+Exit code:\s+(\d+)", said):
         return Failure(int(left[1]), int(left[2]), _left(int(left[2])))
     if left := re.search(r"process rank (\d+) with PID \d+[^,]*?exiting\s+improperly", said):
@@ -123,9 +146,14 @@ def _read_mpirun(said: str) -> Optional[Failure]:
     return None
 
 
-def describe_exit(code: int) -> str:
-    """Return a clause that says how a process with this exit code ended."""
-    return f"was killed by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
+def describe_status(status: Status) -> str:
+    """Return a clause that says how a rank ended that has recorded its end."""
+    # A code above 128 is the script's own too: a rank that a signal has killed records nothing.
+    return f"failed with exit code {status.exit_code}"
+
+
+def _killed(number: int) -> str:
+    return f"was killed by signal {int(number)}"
 
 
 def _left(code: int) -> str:
@@ -153,6 +181,8 @@ def report_failure(
     """
     if failure.rank is None and failure.what:
         print(f"{failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
+        if failure.message:
+            print(failure.message, file=sys.stderr)
         return
     if failure.rank is None:
         print(f"the job failed before its ranks started; {log_dir}/launcher.log says:", file=sys.stderr)

@@ -7,6 +7,7 @@ ranks' logs are read no further until it is taken (console.py).
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
@@ -122,6 +123,22 @@ def _open_without_waiting(descriptor: int) -> Union[int, socket.socket, None]:
         return None
 
 
+class _TextSink(io.RawIOBase):
+    """A writer to a stream of text, such as a notebook's, or to nothing."""
+
+    def __init__(self, stream: Optional[TextIO]) -> None:
+        self._stream = stream
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if self._stream is not None:
+            self._stream.write(self._decode(bytes(data)))
+        return len(data)
+
+
 class NonBlockingStdio:
     """Makes ``sys.stdout`` and ``sys.stderr`` non-blocking inside the block, and waits at its end until all is taken.
 
@@ -129,19 +146,23 @@ class NonBlockingStdio:
     """
 
     def __init__(self) -> None:
-        self._before: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
+        self._before: tuple[Optional[TextIO], Optional[TextIO]] = (sys.stdout, sys.stderr)
         self._outputs: list[Output] = []
 
     def __enter__(self) -> NonBlockingStdio:
         sys.stdout, sys.stderr = (self._unhurried(stream) for stream in self._before)
         return self
 
-    def _unhurried(self, stream: TextIO) -> TextIO:
+    def _unhurried(self, stream: Optional[TextIO]) -> TextIO:
+        if not isinstance(stream, io.TextIOWrapper):
+            # None if it was closed before Python started. A notebook's stream may have a descriptor: its server's.
+            sink = _TextSink(stream)
+            return io.TextIOWrapper(sink, "utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
         try:
             stream.flush()
             output = Output(stream.fileno())
-        except (AttributeError, OSError, ValueError):
-            # The stream is closed, or other code keeps its output in memory.
+        except (OSError, ValueError):
+            # The stream is closed, or keeps its output in memory.
             return stream
         # On a terminal both streams are one file; with one Output their lines stay in order.
         for other in self._outputs:
@@ -162,7 +183,7 @@ class NonBlockingStdio:
             for stream in {sys.stdout, sys.stderr} - set(self._before):
                 if isinstance(stream, io.TextIOWrapper):
                     stream.detach()
-            sys.stdout, sys.stderr = self._before
+            sys.stdout, sys.stderr = self._before  # type: ignore[assignment]
             for output in self._outputs:
                 output.close()
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.launch.log_dir import RECORD
-from mindnlp_dp.launch.monitor.failure_attribution import Failure, describe_exit
-from mindnlp_dp.launch.processes.exit_status import Status
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, describe_status
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
 
 # How long the remaining ranks may all wait, without any progress, before they continue without a lost rank. On a busy
 # machine mpirun tells them of the loss some seconds late.
@@ -66,8 +65,7 @@ class LostRanks:
         failed = [rank for rank in self.left if rank in statuses and statuses[rank].exit_code]
         for number in sorted(failed, key=lambda rank: statuses[rank].time):
             if not statuses[number].waited:
-                code = statuses[number].exit_code
-                self._lose(number, Failure(number, code, describe_exit(code)))
+                self._lose(number, Failure(number, statuses[number].exit_code, describe_status(statuses[number])))
         left = self.left
         # For example a rank that has tried to continue, and could not.
         if any(statuses[number].exit_code for number in left if number in statuses):

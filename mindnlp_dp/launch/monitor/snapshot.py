@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess
 from mindnlp_dp.launch.rendezvous.membership import Host
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
 
 
 @dataclass
@@ -22,6 +22,11 @@ class JobSnapshot:
     ranks: list[RankHeartbeat]
     statuses: dict[int, Status] = field(default_factory=dict)
     reports: list[HostReport] = field(default_factory=list)
+
+    @property
+    def oom_kills(self) -> int:
+        """Return how many processes the kernel has killed for lack of memory, on all hosts."""
+        return sum(report.oom_kills for report in self.reports)
 
     @property
     def update(self) -> int:
@@ -51,10 +56,9 @@ class JobSnapshot:
 
     @property
     def has_failed(self) -> bool:
-        # A status is more reliable than the exit code of a process, which a library may have changed.
+        """Return whether a rank has recorded a failure, or has ended without a status, whatever its exit code is."""
         return any(status.exit_code != 0 for status in self.statuses.values()) or any(
-            process.rank is not None and process.rank not in self.statuses and process.returncode != 0
-            for process in self.ended
+            process.rank is not None and process.rank not in self.statuses for process in self.ended
         )
 
 

@@ -12,10 +12,9 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from mindnlp_dp.launch.log_dir import PROGRESS, RECORD, progress_file
-from mindnlp_dp.launch.processes.exit_status import read_statuses
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat, is_of_this_system, read
 
 # The time over which samples per second are averaged.
@@ -77,12 +76,10 @@ def status_of(log_dir: Path) -> dict[str, Any]:
     found = _read_of_all_hosts(log_dir)
     if not found:
         raise ValueError(f"{log_dir} is not a log folder of mindnlp-dp run: it has no file {PROGRESS!r}")
-    now, statuses = time.monotonic(), read_statuses(log_dir, range(len(found)))
-    shown = []
+    now, shown = time.monotonic(), []
     for number, (rank, is_here) in enumerate(found):
-        ended = statuses.get(number)
         entry: dict[str, Any] = {"rank": number, "pid": rank.pid or None, "update": rank.update}
-        entry["state"] = _state(rank, None if ended is None else ended.exit_code, is_here=is_here)
+        entry["state"] = _state(rank, is_here=is_here)
         entry["here"] = is_here
         entry["loss"] = None if math.isnan(rank.loss) else rank.loss
         if entry["state"] == "waits":
@@ -102,9 +99,9 @@ def status_of(log_dir: Path) -> dict[str, Any]:
     }
 
 
-def _state(rank: RankHeartbeat, exit_code: Optional[int], *, is_here: bool) -> str:
-    if exit_code is not None:
-        return "done" if exit_code == 0 else f"failed with exit code {exit_code}"
+def _state(rank: RankHeartbeat, *, is_here: bool) -> str:
+    if rank.exit_code is not None:
+        return "done" if rank.exit_code == 0 else f"failed with exit code {rank.exit_code}"
     if not rank.pid:
         return "not begun"
     if is_here and not rank.state:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from mindnlp_dp.launch.processes.environment import attempt_name
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,6 @@ class Attempt:
         return sum(self.counts)
 
     @property
-    def name(self) -> str:
-        """Return the name by which its ranks know the attempt."""
-        return attempt_name(self.variables)
-
-    @property
     def ranks(self) -> range:
         """Return the ranks of this host."""
         first = sum(self.counts[: self.index])
@@ -67,6 +61,7 @@ class HostReport:
         all_ended: whether all processes have ended, except those that only serve others.
         stopped: ranks whose process is stopped (SIGSTOP).
         gone: ranks whose process has ended.
+        oom_kills: number of processes that the kernel has killed for lack of memory since the start of the attempt.
     """
 
     ranks: dict[int, RankHeartbeat] = field(default_factory=dict)
@@ -75,6 +70,7 @@ class HostReport:
     all_ended: bool = False
     stopped: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
+    oom_kills: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the report for another host, with ages instead of times, because hosts have different clocks."""
@@ -86,6 +82,7 @@ class HostReport:
             "all_ended": self.all_ended,
             "stopped": self.stopped,
             "gone": self.gone,
+            "oom_kills": self.oom_kills,
         }
 
     @classmethod
@@ -98,6 +95,7 @@ class HostReport:
             bool(data["all_ended"]),
             [int(n) for n in data["stopped"]],
             [int(n) for n in data["gone"]],
+            int(data["oom_kills"]),
         )
 
 

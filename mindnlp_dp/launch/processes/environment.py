@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
-from mindnlp_dp.runtime.job_context import JOB_VARIABLE, RESTART_COUNT_VARIABLE
 from mindnlp_dp.runtime.launch_env import RANK_TABLE_FILES
 
 # Variables that earlier jobs leave in a shell. A stale port binds the next job to a dead one, a stale
@@ -53,11 +52,6 @@ NODE_TIMEOUT_SECONDS = 3600
 
 # A rank of MindSpore's cluster learns with its next heartbeat that all have joined; MindSpore's default is 3 to 5 s.
 _HEARTBEATS, HEARTBEAT_SECONDS = ("MS_RETRY_INTERVAL_LOWER", "MS_RETRY_INTERVAL_UPPER"), 1
-
-
-def attempt_name(environ: Mapping[str, str]) -> str:
-    """Return a name for the job and the attempt that these variables belong to."""
-    return f"{environ.get(JOB_VARIABLE, '')}:{environ.get(RESTART_COUNT_VARIABLE, '0')}"
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -122,3 +116,6 @@ def this_host_name() -> str:
 
 
 TOKEN_VARIABLE = "MINDNLP_DP_RDZV_TOKEN"
+
+# The path of the file from which a worker reads the command, as JSON.
+COMMAND_VARIABLE = "MINDNLP_DP_COMMAND_FILE"

@@ -123,8 +123,8 @@ def _user_of(connection: socket.socket) -> int:
 
 def _hides_a_module() -> bool:
     """Return whether a module next to the script has the name of one that the server has imported from elsewhere."""
-    # sys.argv is: worker LOG_DIR NPROC -- COMMAND...
-    command = sys.argv[4:] or ["-m"]
+    # sys.argv is: worker LOG_DIR NPROC COMMAND...
+    command = sys.argv[3:] or ["-m"]
     folder = os.getcwd() if command[0] == "-m" else os.path.dirname(os.path.abspath(command[0]))
     names = {name.partition(".")[0] for name in PRELOADED}
     return any(os.path.exists(os.path.join(folder, name + end)) for name in names for end in ("", ".py"))

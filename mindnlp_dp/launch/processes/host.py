@@ -7,6 +7,8 @@ each other host, with the same methods (:class:`~mindnlp_dp.launch.rendezvous.re
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
 import sys
 import time
@@ -20,14 +22,14 @@ from mindnlp_dp.launch.log_dir import (
     archive_attempt_logs,
     archive_earlier_job,
     claim,
-    clear_statuses,
     progress_file,
 )
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
-from mindnlp_dp.launch.processes.environment import this_host_name
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, read_statuses, tail
+from mindnlp_dp.launch.processes.environment import COMMAND_VARIABLE, this_host_name
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess, tail
 from mindnlp_dp.launch.processes.fork_client import VARIABLE
 from mindnlp_dp.launch.processes.fork_server import ForkServer
+from mindnlp_dp.launch.processes.oom_kills import OomKills
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import (
     GRACE_SECONDS,
@@ -45,11 +47,13 @@ from mindnlp_dp.launch.processes.spawn import (
 from mindnlp_dp.launch.processes.stack_dumps import stacks_of
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
 from mindnlp_dp.runtime.job_context import host_environment
 from mindnlp_dp.runtime.scratch_dir import ScratchDir
 
 _LOOK_SECONDS = 0.5
+
+_COMMAND_FILE = "command.json"
 
 
 class LocalHost:
@@ -85,7 +89,10 @@ class LocalHost:
         self._log: Optional[BinaryIO] = None
         self._fork_server: Optional[ForkServer] = None
         self._scratch: Optional[ScratchDir] = None
-        self._looked, self._changed, self._statuses = 0.0, 0, dict[int, Status]()
+        self._oom_kills = OomKills()
+        # The heartbeats of the attempt's ranks.
+        self._memory: Optional[mmap.mmap] = None
+        self._looked, self._statuses = 0.0, dict[int, Status]()
         self._so_far, self._states = dict[int, RankHeartbeat](), dict[int, str]()
         self._has_ended = True
 
@@ -101,7 +108,7 @@ class LocalHost:
 
         Raises:
             LaunchError: the folder holds other programs' files that have the names of logs.
-            TemporaryError: the folder cannot be written to or, after the first attempt, its statuses not removed.
+            TemporaryError: the folder cannot be written to before the first attempt.
         """
         folder = Path(log_dir)
         try:
@@ -114,7 +121,7 @@ class LocalHost:
             else:
                 archive_earlier_job(folder)
         except OSError as error:
-            if number and clear_statuses(folder):
+            if number:
                 # The disk may be full, and a job can continue without logs.
                 print(f"the logs of attempt {number} in {log_dir} cannot be archived: {error}", file=sys.stderr)
                 return
@@ -134,10 +141,17 @@ class LocalHost:
         """
         self._attempt, self._processes, self._daemons = attempt, [], []
         log_dir = Path(attempt.log_dir)
-        self._looked, self._changed, self._statuses, self._has_ended = 0.0, 0, {}, False
+        self._memory, self._looked, self._statuses, self._has_ended = None, 0.0, {}, False
+        self._oom_kills = OomKills()
         self._so_far, self._states = {}, {}
         try:
-            heartbeat.create(log_dir / progress_file(attempt.index), attempt.num_ranks)
+            self._scratch = self._scratch or ScratchDir("job")
+            # Not as arguments, because mpirun would read some of the script's words as its own.
+            (self._scratch.path / _COMMAND_FILE).write_text(json.dumps(attempt.command))
+        except OSError as error:
+            raise TemporaryError(f"the ranks of {self.name} cannot be started: {error}") from None
+        try:
+            self._memory = heartbeat.create(log_dir / progress_file(attempt.index), attempt.num_ranks)
             if attempt.backend == "mpi" and attempt.index:
                 # The first host's mpirun has its daemon started here: :meth:`run_daemon`.
                 return
@@ -152,18 +166,19 @@ class LocalHost:
 
     def _start_processes(self, attempt: Attempt, log_dir: Path) -> None:
         assert self._log is not None
+        assert self._scratch is not None
+        scratch = self._scratch.path
         worker = [
             *module_command(sys.executable, "mindnlp_dp.launch.processes.worker"),
-            attempt.log_dir, str(attempt.num_ranks), "--", *attempt.command,
+            attempt.log_dir, str(attempt.num_ranks),
         ]  # fmt: skip
         environ = self._environment(attempt)
         if attempt.backend == "mpi":
             counts = dict(zip(attempt.addresses or ["localhost"], attempt.counts))
-            self._scratch = self._scratch or ScratchDir("job")
-            remote_shell = self._remote_shell(self._scratch.path) if self._remote_shell is not None else []
+            remote_shell = self._remote_shell(scratch) if self._remote_shell is not None else []
             self._processes = start_mpi(
                 counts, worker, environ, self._log,
-                scratch=self._scratch.path, remote_shell=remote_shell, in_place=attempt.in_place,
+                scratch=scratch, remote_shell=remote_shell, in_place=attempt.in_place,
             )  # fmt: skip
             return
         cluster = Cluster(attempt.num_ranks, (attempt.addresses[0] if attempt.addresses else "127.0.0.1", attempt.port))
@@ -173,11 +188,16 @@ class LocalHost:
         self._processes += start_cluster(cluster, attempt.ranks, worker, environ, self._log)
 
     def _environment(self, attempt: Attempt) -> dict[str, str]:
+        assert self._scratch is not None
+        home = os.path.expanduser("~")
         return {
+            # OpenMPI does not start without it: in services of systemd, env -i, and for users without an entry.
+            "HOME": home if os.path.isabs(home) else str(self._scratch.path),
             **self._environ,
             **attempt.variables,
             **host_environment(attempt.ranks),
             heartbeat.VARIABLE: progress_file(attempt.index),
+            COMMAND_VARIABLE: str(self._scratch.path / _COMMAND_FILE),
             **(self._fork_server.environment if self._fork_server is not None else {}),
         }
 
@@ -214,36 +234,36 @@ class LocalHost:
         attempt = self._attempt
         if attempt is None:
             return HostReport()
-        log_dir, now = Path(attempt.log_dir), time.monotonic()
-        # Opening a file of each rank many times a second costs more than asking whether the folder has a new file. A
-        # file that came within the same tick of the file system's clock is found at most _LOOK_SECONDS later.
-        try:
-            changed = os.stat(log_dir).st_mtime_ns
-        except OSError:
-            # The folder was removed; the ranks and the job continue.
-            changed = 0
-        if changed != self._changed or now - self._looked >= _LOOK_SECONDS or not self._looked:
-            self._looked, self._changed = now, changed
-            self._so_far = self._ranks()
-            self._states = {n: rank.state for n, rank in self._so_far.items() if rank.pid}
-            # Read after the states: a rank that is gone has written its status by now, if it ever does.
-            self._statuses = read_statuses(log_dir, attempt.ranks, attempt.name)
+        now, num_known = time.monotonic(), len(self._statuses)
+        # Before the statuses: a process that has ended has recorded its status by now, if it ever does.
         working = [process for process in self._processes if not process.serves]
         ended = [ExitedProcess(p.rank, p.popen.returncode) for p in working if p.popen.poll() is not None]
+        self._statuses = self._read_statuses()
+        # Reading all of a rank's record and its process's state costs more than reading its status.
+        if len(self._statuses) != num_known or now - self._looked >= _LOOK_SECONDS or not self._looked:
+            self._looked = now
+            self._so_far = self._ranks()
+            self._states = {n: rank.state for n, rank in self._so_far.items() if rank.pid}
+            self._statuses = self._read_statuses()
         stopped, gone = ([n for n, state in self._states.items() if state == which] for which in ("T", ""))
-        return HostReport(self._so_far, self._statuses, ended, len(ended) == len(working), stopped, gone)
+        return HostReport(
+            self._so_far, self._statuses, ended, len(ended) == len(working), stopped, gone, self._oom_kills.number
+        )
 
     def _ranks(self) -> dict[int, RankHeartbeat]:
-        assert self._attempt is not None
-        found = heartbeat.read(Path(self._attempt.log_dir) / progress_file(self._attempt.index))
-        if not found:
-            # The file was removed, or the disk is gone: return what was read last.
-            return self._so_far
-        return {number: found[number] for number in self._attempt.ranks if number < len(found)}
+        if self._memory is None or self._attempt is None:
+            return {}
+        found = heartbeat.parse(self._memory[:])
+        return {number: found[number] for number in self._attempt.ranks}
+
+    def _read_statuses(self) -> dict[int, Status]:
+        if self._memory is None or self._attempt is None:
+            return {}
+        return heartbeat.read_statuses(self._memory, self._attempt.ranks)
 
     def stacks(self) -> dict[int, str]:
         """Return the stacks of those of this host's ranks that answer."""
-        return {} if self._attempt is None else stacks_of(self._ranks(), self._statuses, Path(self._attempt.log_dir))
+        return {} if self._attempt is None else stacks_of(self._ranks(), Path(self._attempt.log_dir))
 
     def tail(self, rank: int) -> str:
         """Return the end of the log of one of this host's ranks."""
@@ -251,12 +271,8 @@ class LocalHost:
 
     def ask_for_checkpoint(self, number: int) -> None:
         """Ask this host's first rank for a checkpoint as soon as possible; requests are numbered from 1."""
-        assert self._attempt is not None
-        try:
-            heartbeat.ask_for_checkpoint(Path(self._attempt.log_dir) / progress_file(self._attempt.index), number)
-        except OSError as error:
-            # The folder was removed; the ranks continue.
-            print(f"rank {self._attempt.ranks.start} cannot be asked for a checkpoint: {error}", file=sys.stderr)
+        assert self._memory is not None
+        heartbeat.ask_for_checkpoint(self._memory, number)
 
     def end(self) -> None:
         """End this host's ranks; on return none is left, and each has had time to write its status."""
@@ -264,10 +280,9 @@ class LocalHost:
             return
         grace = grace_seconds(self._environ)
         terminate([*self._processes, *self._daemons], grace, self._loop)
-        assert self._attempt is not None
         ranks = {number: rank for number, rank in self._ranks().items() if rank.pid}
         terminate_ranks(list(ranks.values()), GRACE_SECONDS, self._loop)
-        statuses = read_statuses(Path(self._attempt.log_dir), ranks, self._attempt.name)
+        statuses = self._read_statuses()
         for number, rank in ranks.items():
             if number not in statuses or statuses[number].exit_code:
                 kill_process_group(rank.pid)

@@ -86,6 +86,8 @@ def start_mpi(
     # Otherwise OpenMPI 5 searches for other transports, and sleeps a second in MPI_Init meanwhile. Ranks of one host do
     # not listen on a network, because MPI does not authenticate its connections (docs/clusters.md).
     environment.setdefault("OMPI_MCA_btl", "self,sm,tcp" if len(counts) > 1 else "self,sm")
+    # OpenMPI's own handlers of SIGSEGV and the like replace faulthandler's, and print C frames of the interpreter only.
+    environment.setdefault("OMPI_MCA_opal_signal", "")
     return [Process(_popen([mpirun, *options, *worker], environment, log), None)]
 
 

@@ -7,7 +7,7 @@ import re
 import signal
 import sysconfig
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
@@ -29,15 +29,14 @@ _STACK_SECONDS = 1.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
-def stacks_of(ranks: Mapping[int, RankHeartbeat], finished: Collection[int], log_dir: Path) -> dict[int, str]:
+def stacks_of(ranks: Mapping[int, RankHeartbeat], log_dir: Path) -> dict[int, str]:
     """Return what :mod:`faulthandler`, set up by the workers for a signal, writes for the ranks that answer."""
     asked = {}
     for number, rank in ranks.items():
-        path = log_dir / f"worker_{number}.stacks"
-        if rank.state and number not in finished and path.exists():
+        if rank.state and _handles(rank.pid, signal.SIGUSR1):
             try:
                 os.kill(rank.pid, signal.SIGUSR1)
-                asked[number] = path
+                asked[number] = log_dir / f"worker_{number}.stacks"
             except OSError:
                 pass
     most = _MOST_STACKS_BYTES // max(1, len(asked))
@@ -48,6 +47,23 @@ def stacks_of(ranks: Mapping[int, RankHeartbeat], finished: Collection[int], log
             break
         time.sleep(0.05)
     return {number: text[:most] for number, text in texts.items()}
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, which would end it at its start or at Python's very end."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def describe_exit(rank: RankHeartbeat, stacks: str) -> str:
+    """Describe where the process of a rank is whose script has ended: in some thread of the user's, or in a library."""
+    frames = [*_main_thread(stacks, rank.thread), *(match.groupdict() for match in _FRAME.finditer(stacks))]
+    frame = _own_frame(frames)
+    return f"it is in {frame}" if frame else "it is past Python's end, where libraries such as MPI clean up"
 
 
 def describe_location(rank: RankHeartbeat, stacks: str, is_stopped: bool) -> str:

@@ -1,9 +1,9 @@
 """Run the user's script in the process of one rank, which mpirun or the launcher starts.
 
-``python run_module.py mindnlp_dp.launch.processes.worker LOG_DIR NPROC -- [-m] SCRIPT ARGS...``
+``python run_module.py mindnlp_dp.launch.processes.worker LOG_DIR NPROC``, and ``[-m] SCRIPT ARGS...`` in a file.
 
 On CPU the process binds itself to its cores before any thread starts. It sends its output to
-``worker_R.log``, runs the script as ``python`` would, and records in ``worker_R.status``
+``worker_R.log``, runs the script as ``python`` would, and records in its heartbeat
 how the script ended. If the script fails, the process exits at once: the clean-up of a
 communication library would wait for ranks that wait for this one.
 """
@@ -25,8 +25,7 @@ from types import TracebackType
 from typing import Optional
 
 from mindnlp_dp.launch.log_dir import PROGRESS, LogFile
-from mindnlp_dp.launch.processes.environment import attempt_name
-from mindnlp_dp.launch.processes.exit_status import Status, write_status
+from mindnlp_dp.launch.processes.environment import COMMAND_VARIABLE
 from mindnlp_dp.launch.processes.fork_client import ENVIRON_CHANGES, changes_of, exit_like, run_in_fork_server
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device
@@ -43,6 +42,7 @@ ECHOES_WAIT_SECONDS = 1.0
 
 def main() -> None:
     """Run the rank in a child of the fork server, which has the slow imports done, or else in this process."""
+    sys.argv += json.loads(Path(os.environ[COMMAND_VARIABLE]).read_text())
     ended = run_in_fork_server(os.environ, "mindnlp_dp.launch.processes.worker")
     if ended is None:
         run()
@@ -53,9 +53,7 @@ def main() -> None:
 def run() -> None:
     """Run the script as the rank that this process was started for, and record how it ended."""
     log_dir, nproc = Path(sys.argv[1]), int(sys.argv[2])
-    # Read before the script can change its environment.
-    name = attempt_name(os.environ)
-    command = sys.argv[4:]
+    command = sys.argv[3:]
     rank = launched_rank(os.environ)
     # With cards, a block of cores may be far from the rank's card; the card's driver knows better.
     if default_device(os.environ) == "CPU":
@@ -70,6 +68,8 @@ def run() -> None:
         writer.before_it_meets = lambda: _write_changes(log_dir, environ)
     stacks = open(log_dir / f"worker_{rank}.stacks", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    # A segmentation fault in a kernel leaves the line of the script that called it in the log.
+    faulthandler.enable(2, all_threads=False)
 
     this_process = os.getpid()
     code, waited = _run(command)
@@ -82,10 +82,7 @@ def run() -> None:
         os._exit(code)
     if code != 0 and (waited or rank != 0):
         time.sleep(ECHOES_WAIT_SECONDS if waited else OTHERS_WAIT_SECONDS)
-    try:
-        write_status(log_dir, rank, Status(code, time.monotonic(), waited, name))
-    except OSError as error:
-        _say(f"how rank {rank} ended is not in {log_dir}: {error}")
+    writer.record_end(code, waited=waited)
     if code != 0:
         if in_place_recovery_enabled(os.environ):
             # mpirun ignores a rank that exits by itself, and would not notify the others.
