@@ -100,10 +100,10 @@ def check_visible_devices(environ: Mapping[str, str]) -> Optional[str]:
     variable = _CARDS["Ascend"][1]
     # -1 hides all cards after it, which some users want.
     listed = re.split(r"(?:^|,)-1\b", environ.get(variable, ""))[0]
-    ranges = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:\s*-\s*(\d+))?", listed)]
-    meant = ",".join(
-        map(str, sorted({id_ for first, last in ranges for id_ in range(first, min(last, first + 63) + 1)}))
-    )
+    ids: set[int] = set()
+    for first, last in re.findall(r"(\d+)(?:\s*-\s*(\d+))?", listed):
+        ids.update(range(int(first), min(int(last or first), int(first) + 63) + 1))
+    meant = ",".join(map(str, sorted(ids)))
     if listed == meant:
         return None
     read = ",".join(visible_devices("Ascend", environ) or []) or "none"
