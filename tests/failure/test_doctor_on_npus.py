@@ -68,7 +68,6 @@ def to_mend(findings):
     return [(finding.what, finding.advice) for finding in findings if finding.advice]
 
 
-@pytest.mark.core
 def test_a_healthy_host_without_mpi_needs_nothing(host):
     make_healthy(host)
     host.inject(WITHOUT_MPI)
