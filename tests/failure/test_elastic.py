@@ -17,7 +17,6 @@ from conftest import (
     ROOT,
     TIMEOUT_SECONDS,
     assert_nothing_is_left,
-    core,
     job_command,
     processes_of,
     run_job,
@@ -184,7 +183,7 @@ def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
     [
         pytest.param("stand-in", "mpi", marks=pytest.mark.slow),
         pytest.param("server", "mpi", marks=pytest.mark.slow),
-        pytest.param("launcher", "mpi", marks=core),
+        ("launcher", "mpi"),
         pytest.param("launcher", "mindspore", marks=pytest.mark.slow),
     ],
 )

@@ -117,7 +117,6 @@ def test_batches_become_smaller_in_the_midst_of_an_epoch(tmp_path):
     assert "training with global batches of 8 samples, and 0.667 times the learning rate" in log
 
 
-@pytest.mark.core
 def test_what_is_divided_is_taken_up_from_the_newest_checkpoint(tmp_path, undisturbed):
     exit_code, output = elastic(tmp_path, "--zero-stage", 1, "--fault", "kill@12:1")
     assert exit_code == 0, output
@@ -173,7 +172,6 @@ def test_the_only_rank_of_a_try_is_lost(tmp_path):
     assert (tmp_path / "done").exists()
 
 
-@pytest.mark.core
 def test_it_grows_again(tmp_path, undisturbed):
     how = ("--grow-after", 1, "--in-place")
     exit_code, output = elastic(tmp_path, "--fault", "kill@5:0", "--seconds", 0.3, how=how)
