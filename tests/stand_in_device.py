@@ -336,7 +336,8 @@ class StandInDevice:
 def _spoil(tensor):
     """Overwrite a tensor with NaN until its stream has the result; integers have none."""
     if tensor.dtype in (mindspore.float64, mindspore.float32, mindspore.float16, mindspore.bfloat16):
-        tensor.assign_value((ops.zeros_like(tensor).astype(mindspore.float32) * float("nan")).astype(tensor.dtype))
+        nans = mindspore.Tensor(np.full(tuple(tensor.shape), np.nan, np.float32))
+        tensor.assign_value(nans.astype(tensor.dtype))
 
 
 def _cloned(input):
