@@ -11,6 +11,7 @@ one update from this rank's part of a global batch, in the same stages as the Tr
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional, Union
@@ -178,7 +179,8 @@ def _checked_loss(loss: Any) -> Any:
         raise TypeError(
             f"forward_fn must return its loss as a tensor, so that it has a gradient; it returned {type(loss).__name__}"
         )
-    if loss.size != 1:
+    # MindNLP 0.5 makes ``size`` a method, as in PyTorch.
+    if math.prod(loss.shape) != 1:
         raise ValueError(
             f"forward_fn must return one loss, the mean of its micro-batch; it returned a tensor of shape "
             f"{tuple(loss.shape)}"
