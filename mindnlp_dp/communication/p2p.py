@@ -48,7 +48,10 @@ class PipelineP2P:
         return _windows.get(self._group, 0)
 
     def begin(self) -> None:
-        """Begin a new window, on all ranks; messages left over from earlier, failed windows are then discarded."""
+        """Begin a new window, on all ranks; messages of earlier, failed windows are then discarded, if there are tags.
+
+        Where messages are matched in order, a failed window leaves messages that no rank can discard: the caller ends.
+        """
         _windows[self._group] = self._window + 1
 
     def send(self, x: Any, dst: int, number: int, direction: int, note: float = 0.0) -> None:

@@ -41,8 +41,8 @@ def link_order(schedule: str, stage: int, num_stages: int, num_micro_batches: in
     They are activations ("forward") and gradients ("backward"). A library that matches messages in the order in which
     they are issued, and runs them one after another, needs the same order on both stages, or both wait for ever: in
     1F1B a stage makes the second micro-batch's activations before it receives the first one's gradients, and the next
-    stage receives them after it has sent these gradients. Every stage can follow the next one's order, because it is
-    never behind: it has at least as many micro-batches in flight.
+    stage receives them after it has sent these gradients. Every stage can follow the next one's order, because it
+    has at least as many micro-batches in flight, so that what the next one receives is made by then.
 
     >>> " ".join(f"{kind[0]}{number}" for kind, number in link_order("1f1b", 0, 2, 3))
     'f0 b0 f1 b1 f2 b2'

@@ -153,7 +153,7 @@ class MCCLCalls(MintCalls):
 
 
 # Versions: MindSpore 2.8 to 2.10. Cause: a default argument of mint.distributed is the name that the group of all ranks
-# has at import, "hccl_world_group". There is no such group on a CPU, so that send() fails.
+# has at import, "hccl_world_group". A CPU does not have this group, so that send() fails.
 # Remove when: mint.distributed.send() works on CPU without it.
 def _use_the_group_of_all_ranks(distributed: Any) -> None:
     from mindspore.communication import GlobalComm
