@@ -93,6 +93,8 @@ setup(
         "pyyaml>=6,<7",
         # Sets the number of threads of NumPy's BLAS.
         "threadpoolctl>=3.1,<4",
+        # Names the encoding of files that are not UTF-8; datasets requires it too.
+        "charset-normalizer>=2,<4",
         # A hash that is as fast as reading the memory; datasets requires it too.
         "xxhash>=3,<5",
     ],

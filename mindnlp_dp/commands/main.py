@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -207,6 +208,9 @@ def _run(args: argparse.Namespace) -> int:
     # A -- in front of SCRIPT, which some versions of Python keep.
     command = args.command[1:] if args.command[0] == "--" else args.command
     command = ["-m", *command] if args.module else command
+    if "--help" in command[1:]:
+        # One process is enough for the help text of a script.
+        return subprocess.call([sys.executable, *command])
     try:
         most = args.max_restarts
         if most is None:

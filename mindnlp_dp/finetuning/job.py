@@ -11,7 +11,7 @@ from mindnlp_dp.checkpoint.collective_save import workspace_in
 from mindnlp_dp.checkpoint.directory import has_checkpoints
 from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.finetuning.results import write_results
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error
+from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error, parse_layers
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.runtime.versions import mindnlp_series
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
@@ -45,18 +45,6 @@ def sharded(
         if args.gradient_checkpointing:
             dp.enable_recompute(model, args.recompute_layers)
     return model
-
-
-def parse_layers(text: str) -> list[int]:
-    """Return ``"5,7"`` as [5, 7]; raise ValueError for text of another form.
-
-    >>> parse_layers("5,7"), parse_layers("")
-    ([5, 7], [])
-    """
-    parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    if not all(part.isdigit() for part in parts):
-        raise ValueError(f"layers of stages are written as 5,7, got {text!r}")
-    return [int(part) for part in parts]
 
 
 def train(trainer: Any, config: ParallelConfig) -> Any:

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar, get_type_hints
 
-import yaml
-
+from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from mindnlp_dp.schedules.pipeline import SCHEDULES
 
 OPTIMIZERS = ("adamw", "lamb", "lars")
@@ -46,7 +45,7 @@ class RunConfig:
     logging_steps: int = setting(10, "number of updates between two log lines")
     seed: int = setting(42, "random seed of the weights, the order of the data and dropout")
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise InputError for a setting that is out of range, or for two that exclude each other."""
         if not self.output_dir.strip():
             raise InputError(f"output_dir must name a folder, got {self.output_dir!r}")
@@ -71,6 +70,7 @@ class RunConfig:
 class ParallelConfig(RunConfig):
     """The settings of a run's parallelism, gradient exchange, optimizer and checkpoints."""
 
+    check: bool = setting(False, "check the settings and the files, without MindSpore, and do nothing else")
     micro_batch_size: int = setting(0, "samples of a rank in one backward pass; 0: global_batch_size / ranks")
     mesh: str = setting("", "how ranks divide the work: dp=2,tp=2, or by stage pp=2,dp=2|1,tp=1|2; empty: dp alone")
     pipeline_schedule: str = setting("1f1b", "schedule of the pipeline stages (pp): 1f1b, gpipe or eager-1f1b")
@@ -98,8 +98,8 @@ class ParallelConfig(RunConfig):
     matmul_precision: str = setting("auto", "on CPU: highest, or medium: products from inputs rounded to bfloat16")
     deterministic: str = setting("auto", "on a device: true, equal bits each time; false, faster; auto: true on Ascend")
 
-    def check(self) -> None:
-        super().check()
+    def validate(self) -> None:
+        super().validate()
         for name, choices in (
             ("optimizer", OPTIMIZERS),
             ("overlap", ("auto", "true", "false")),
@@ -113,6 +113,9 @@ class ParallelConfig(RunConfig):
             if getattr(self, name) not in choices:
                 shown = ", ".join(choice or "nothing" for choice in choices)
                 raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
+        with as_input_error():
+            parse_mesh(self.mesh)
+            parse_layers(self.pipeline_layers)
         if self.profile:
             # Imported here because it imports NumPy, which is slow.
             from mindnlp_dp.training.timeline import updates_of
@@ -135,6 +138,18 @@ class ParallelConfig(RunConfig):
             )
 
 
+def parse_layers(text: str) -> list[int]:
+    """Return ``"5,7"`` as [5, 7]; raise ValueError for text of another form.
+
+    >>> parse_layers("5,7"), parse_layers("")
+    ([5, 7], [])
+    """
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isdigit() for part in parts):
+        raise ValueError(f"layers of stages are written as 5,7, got {text!r}")
+    return [int(part) for part in parts]
+
+
 T = TypeVar("T", bound=RunConfig)
 
 
@@ -155,6 +170,25 @@ def parse_config(
         InputError: the file is missing, is not a YAML mapping, or has an unknown key or a value of the wrong
             type; or a setting is out of range.
     """
+    flags = vars(flag_parser(kind, description, defaults).parse_args(argv))
+    file = flags.pop("config", None)
+    from_file = read_config_file(file, kind) if file else {}
+    defaults = dict(defaults or {})
+    if {**defaults, **from_file, **flags}.get("model") == "tiny":
+        defaults.update(from_scratch or {})
+    chosen: dict[str, Any] = {}
+    for settings in (defaults, from_file, flags):
+        replaced = kind.replaced_by(settings)
+        chosen = {**{name: value for name, value in chosen.items() if name not in replaced}, **settings}
+    config = kind(**chosen)
+    config.validate()
+    return config
+
+
+def flag_parser(
+    kind: type[RunConfig], description: str = "", defaults: Optional[Mapping[str, Any]] = None
+) -> argparse.ArgumentParser:
+    """Return the parser of the flags, which needs only the standard library; scripts/quickstart.sh uses it, too."""
     parser = argparse.ArgumentParser(description=description, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings below; flags win over it")
     types = get_type_hints(kind)
@@ -168,19 +202,7 @@ def parse_config(
             help=f"{setting.metadata['help']} (default: {(defaults or {}).get(setting.name, setting.default)!r})",
             **options,
         )
-    flags = vars(parser.parse_args(argv))
-    file = flags.pop("config", None)
-    from_file = read_config_file(file, kind) if file else {}
-    defaults = dict(defaults or {})
-    if {**defaults, **from_file, **flags}.get("model") == "tiny":
-        defaults.update(from_scratch or {})
-    chosen: dict[str, Any] = {}
-    for settings in (defaults, from_file, flags):
-        replaced = kind.replaced_by(settings)
-        chosen = {**{name: value for name, value in chosen.items() if name not in replaced}, **settings}
-    config = kind(**chosen)
-    config.check()
-    return config
+    return parser
 
 
 def _boolean(text: str) -> bool:
@@ -191,11 +213,15 @@ def _boolean(text: str) -> bool:
 
 def read_config_file(path: str, kind: type[RunConfig]) -> dict[str, Any]:
     """Return the settings of a YAML file, checked against the fields of ``kind``."""
+    import yaml
+
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             settings = yaml.safe_load(file)
     except FileNotFoundError:
         raise InputError(f"{path}: the config file does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: the config file cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):

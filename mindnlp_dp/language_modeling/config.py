@@ -47,8 +47,8 @@ class LanguageModelingConfig(ParallelConfig):
     num_samples: int = setting(4, "number of held-out prompts that the trained model completes for the report")
     max_new_tokens: int = setting(48, "maximum number of tokens of these completions")
 
-    def check(self) -> None:
-        super().check()
+    def validate(self) -> None:
+        super().validate()
         if bool(self.train_file) != bool(self.test_file):
             raise InputError("--train-file and --test-file must be given together")
         if self.template not in TEMPLATES:

@@ -21,12 +21,18 @@ from tokenizers import Tokenizer
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
-from mindnlp_dp.finetuning import job, results
 from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
+from mindnlp_dp.finetuning.start import check_files
+from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
 from mindnlp_dp.language_modeling.rows import Collator
-from mindnlp_dp.language_modeling.task import LanguageModelingTask, build_model, prepare_task, save_tokenizer
+from mindnlp_dp.language_modeling.task import (
+    LanguageModelingTask,
+    build_model,
+    prepare_task,
+    read_splits,
+    save_tokenizer,
+)
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.runtime.versions import mindnlp_series
 
@@ -37,16 +43,21 @@ def main() -> None:
         config = parse_config(LanguageModelingConfig, description=__doc__)
         if mindnlp_series() != "0.4":
             raise InputError("scripts/finetune_llm.py is for MindNLP 0.4")
+        model = "" if config.model == FROM_SCRATCH else config.model
+        splits = check_files(config, model, lambda: read_splits(config))
+        # Imported here because it imports MindSpore, which takes seconds: errors in files and flags come before.
+        from mindnlp_dp.finetuning import job
+
         group, mesh = job.join(config)
         args = training_arguments(
             config, mesh, prediction_loss_only=True, remove_unused_columns=False, group_by_length=config.group_by_length
         )
-        task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
+        task = group.run_on_rank0(lambda: prepare_task(config, splits), "preparing the data")
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train), mesh.dp_group.world_size)
         report = train(config, args, task, group)
     except InputError as error:
-        # Every rank gets this error and writes it to its own log.
+        # Every rank that gets this error writes it to its own log.
         sys.exit(f"error: {error}")
     if group.is_main:
         print(f"\n{summary(report, Path(config.output_dir))}")
@@ -56,6 +67,7 @@ def train(
     config: LanguageModelingConfig, args: dp.DataParallelArguments, task: LanguageModelingTask, group: dp.ProcessGroup
 ) -> RunReport:
     """Train, evaluate, write the model and the results, and return the report of the run."""
+    from mindnlp_dp.finetuning import job, results
     from mindnlp_dp.finetuning.recorder import TimeRecorder
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
@@ -129,6 +141,8 @@ def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingT
 
 def summary(report: RunReport, folder: Path) -> str:
     """Return the report as the lines that are printed at the end of a run."""
+    from mindnlp_dp.finetuning import results
+
     evaluation = "perplexity {perplexity:.2f}, loss {eval_loss:.4f} on {eval_samples} rows".format_map(report)
     lines = [results.summary(report, folder, evaluation)]
     lines += [f"{sample['prompt']!r} -> {sample['completion']!r}" for sample in report.get("samples", ())]

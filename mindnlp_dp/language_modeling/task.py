@@ -64,16 +64,32 @@ class LanguageModelingTask:
         return Tokenizer.from_str(self.tokenizer_json).get_vocab_size()
 
 
-def prepare_task(config: LanguageModelingConfig) -> LanguageModelingTask:
-    """Read the conversations, and make rows of tokens of them.
+@dataclass(frozen=True)
+class ConversationSplits:
+    """Both splits as conversations."""
+
+    train: list[Conversation]
+    test: list[Conversation]
+
+    def __str__(self) -> str:
+        return f"{len(self.train)} training and {len(self.test)} held-out texts"
+
+
+def read_splits(config: LanguageModelingConfig) -> ConversationSplits:
+    """Read the data; raise InputError if a file cannot be read."""
+    if config.train_file:
+        return ConversationSplits(read_conversations(config.train_file), read_conversations(config.test_file))
+    return ConversationSplits(*topics_of_python())
+
+
+def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSplits] = None) -> LanguageModelingTask:
+    """Make rows of tokens of the conversations, which are read if they are not given.
 
     Raises:
         InputError: a file or a tokenizer cannot be loaded, or no text has a label.
     """
-    if config.train_file:
-        splits = read_conversations(config.train_file), read_conversations(config.test_file)
-    else:
-        splits = topics_of_python()
+    read = read or read_splits(config)
+    splits = read.train, read.test
     tokenizer, fast, eos, pad = _tokenizer(config, splits[0])
     template = (
         templates.of_tokenizer(tokenizer) if config.template == "tokenizer" else templates.BY_NAME[config.template]

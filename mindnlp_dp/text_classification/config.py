@@ -32,12 +32,12 @@ class TaskConfig(RunConfig):
     intermediate_size: int = setting(512, "width of the feed-forward layers")
     dropout: float = setting(0.0, "dropout in the model")
 
-    def check(self) -> None:
+    def validate(self) -> None:
         if bool(self.train_file) != bool(self.test_file):
             raise InputError("--train-file and --test-file must be given together")
         if self.train_file and self.dataset:
             raise InputError("--train-file and --dataset are two sources of data; choose one")
-        super().check()
+        super().validate()
         for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
             self.check_at_least(1, name)
         if self.hidden_size % self.num_heads:

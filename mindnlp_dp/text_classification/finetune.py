@@ -14,18 +14,19 @@ from pathlib import Path
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
-from mindnlp_dp.finetuning import job
 from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
+from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.text_classification.config import FinetuneConfig
 from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan
-from mindnlp_dp.text_classification.results import make_report, summary
 from mindnlp_dp.text_classification.task import (
+    FROM_SCRATCH,
     TextClassificationTask,
     as_dataset,
     build_model,
     prepare_task,
+    read_splits,
     save_tokenizer,
 )
 
@@ -34,14 +35,20 @@ def main() -> None:
     """Train as the command line says, and print a summary; errors in the input end with one sentence."""
     try:
         config = follow_plan(parse_config(FinetuneConfig, description=__doc__))
+        model = "" if config.model == FROM_SCRATCH else config.model
+        splits = check_files(config, model, lambda: read_splits(config))
+        # Imported here because both import MindSpore, which takes seconds: errors in files and flags come before.
+        from mindnlp_dp.finetuning import job
+        from mindnlp_dp.text_classification.results import summary
+
         group, mesh = job.join(config)
         args = training_arguments(config, mesh)
-        task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
+        task = group.run_on_rank0(lambda: prepare_task(config, splits), "preparing the data")
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train["labels"]), mesh.dp_group.world_size)
         report = train(config, args, task, group)
     except InputError as error:
-        # Every rank gets this error and writes it to its own log.
+        # Every rank that gets this error writes it to its own log.
         sys.exit(f"error: {error}")
     if group.is_main:
         print(f"\n{summary(report, Path(config.output_dir))}")
@@ -51,7 +58,9 @@ def train(
     config: FinetuneConfig, args: dp.DataParallelArguments, task: TextClassificationTask, group: dp.ProcessGroup
 ) -> RunReport:
     """Train, evaluate, write the model and the results, and return the report of the run."""
+    from mindnlp_dp.finetuning import job
     from mindnlp_dp.text_classification.recorder import RunRecorder
+    from mindnlp_dp.text_classification.results import make_report
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     set_seed(config.seed)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -37,21 +37,40 @@ class TextClassificationTask:
     tokenizer_json: str = ""
 
 
-def prepare_task(config: TaskConfig) -> TextClassificationTask:
-    """Read, split and tokenise the data.
+@dataclass(frozen=True)
+class LabelledSplits:
+    """Both splits as texts, and the label of each as an index of ``label_names``."""
 
-    Raises:
-        InputError: a file, a data set or a tokenizer cannot be loaded, or its data is wrong.
-    """
+    train: Examples
+    test: Examples
+    label_names: list[str]
+    labels: tuple[np.ndarray, np.ndarray]
+
+    def __str__(self) -> str:
+        return f"{len(self.train)} training and {len(self.test)} held-out texts, {len(self.label_names)} labels"
+
+
+def read_splits(config: TaskConfig) -> LabelledSplits:
+    """Read the data; raise InputError if a file or a data set cannot be loaded, or a label is wrong."""
     train, test, train_name, test_name = _read(config)
     label_names = sorted(set(train.labels))
     if len(label_names) < 2:
         raise InputError(f"{train_name}: all rows have the label {label_names[0]!r}; there is nothing to tell apart")
-    # Checked before the slow tokenization, so that an unknown label in the held-out split is reported at once.
-    labels = [
+    train_labels, test_labels = (
         np.array(label_ids(split.labels, label_names, name), np.int64)
         for split, name in ((train, train_name), (test, test_name))
-    ]
+    )
+    return LabelledSplits(train, test, label_names, (train_labels, test_labels))
+
+
+def prepare_task(config: TaskConfig, splits: Optional[LabelledSplits] = None) -> TextClassificationTask:
+    """Tokenize the data, which is read if it is not given.
+
+    Raises:
+        InputError: a file, a data set or a tokenizer cannot be loaded, or its data is wrong.
+    """
+    splits = splits or read_splits(config)
+    train, test, label_names = splits.train, splits.test, splits.label_names
     tokenizer_json = ""
     if config.model == FROM_SCRATCH:
         trained = train_tokenizer(train.texts, config.vocab_size, config.max_length, lowercase=config.lowercase)
@@ -61,7 +80,7 @@ def prepare_task(config: TaskConfig) -> TextClassificationTask:
         pretrained_tokenizer = pretrained.load_tokenizer(config.model)
         encoded = [pretrained.encode(pretrained_tokenizer, split.texts, config.max_length) for split in (train, test)]
     (train_columns, train_truncated), (test_columns, test_truncated) = encoded
-    train_columns["labels"], test_columns["labels"] = labels
+    train_columns["labels"], test_columns["labels"] = splits.labels
     return TextClassificationTask(
         train_columns, test_columns, label_names, train_truncated + test_truncated, tokenizer_json
     )

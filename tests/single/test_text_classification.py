@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -68,17 +69,84 @@ def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
         ("a.csv", "", "a.csv, line 1: the header is missing"),
         ("a.csv", "topic,label\na,b\n", "no text column; expected one named text or text_a or sentence, found topic"),
         ("a.csv", "text,topic\na,b\n", "no label column; .* found text, topic; name it with --label-column"),
-        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl, line 2: .* expected one JSON object a line"),
-        ("a.jsonl", '["a", 1]\n', r"a.jsonl, line 1: expected a JSON object, got \["),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl, line 2: .* expected one JSON object per line"),
+        ("a.jsonl", '["a", 1]\n', 'a.jsonl, line 1: expected a JSON object, got "a"'),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', "a.jsonl, line 2: the label is empty"),
         ("a.csv", 'text,label\na,"b\n', "a.csv, line 2: unexpected end of data"),
-        ("a.csv", b"text,label\n\xff,x\n", "a.csv: not UTF-8 at byte 11"),
+        ("a.csv", b"text,label\n\xff,x\n", "a.csv, line 2: not UTF-8; as "),
         ("a.txt", "text,label\n", "a.txt: expected a file that ends in .csv, .tsv, .jsonl, .json"),
+        ("a.csv", "text,label,text\na,b,c\n", "a.csv, line 1: two columns have the name 'text'; rename or remove one"),
+        ("a.csv", "label,text,label\na,b,c\n", "a.csv, line 1: two columns have the name 'label'"),
+        ("a.tsv", "Text\ttext\tlabel\na\tb\tc\n", "the text may be in Text or text; name it with --text-column"),
+        ("a.tsv", "text,label\na,b\n", "a.tsv, line 1: there is no tab, but ','; name the file .csv"),
+        ("a.jsonl", '{"text": "a", "text": "b", "label": 1}', "line 1: the key 'text' occurs twice"),
+        ("a.jsonl", '{"text": "a", "label": [0, 1]}', r"line 1: the label must be one text or number, got \[0, 1\]"),
+        ("a.jsonl", '{"text": {"en": "a"}, "label": 1}', "line 1: the text must be one text or number, got {"),
+        ("a.jsonl", '{"text": "a", "label": NaN}', "line 1: the label is empty"),
+        ("a.jsonl", '{"text": "a", "label": null}', "line 1: the label is empty"),
+        ("a.jsonl", '{"text": "a", "label": "\u200b"}', "line 1: the label is empty"),
+        ("a.jsonl", '\n{"text": "a \\ud83d b", "label": 0}', r"line 2: .ud83d is half of a character; remove it"),
+        ("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000, "line 1: the JSON has too many levels"),
+        ("a.jsonl", '{"label": ' + "9" * 5000 + "}", "line 1: Exceeds the limit"),
+        ("a.jsonl", '{"text": "a", "label": 1} {}', "line 1: text after the object"),
+        ("a.json", '[\n{"text": "a", "label": 1}\n{"text": "b"}]', "line 3: expected a comma, and another object"),
+        ("a.json", '[\n{"text": "a", "label": 1},\n\n{"text": ]', "a.json, line 4: Expecting value"),
+        ("a.json", '[{"text": "a", "label": 1}', "line 1: expected a comma, and another object of the list, or ]"),
+        ("a.json", '[{"text": "a", "label": 1}] x', "line 1: text after the list"),
+        ("a.json", '{"data":\n [{"text": "a", "label": 1}]}', "line 1: .* one JSON object per line, or a list"),
+        ("a.parquet", "text,label\n", "a.parquet is not a Parquet file"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message):
         read_examples(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "utf-16-le", "big5", "cp1252"])
+@pytest.mark.parametrize("name", ["train data.csv", "a.jsonl"])
+def test_the_command_for_another_encoding_converts_the_file(tmp_path, encoding, name):
+    texts = (
+        ["Grüße", "größer"] if encoding == "cp1252" else ["今天天氣好" if encoding == "big5" else "今天天气好", "坏"]
+    )
+    rows = [f"{text},{label}" for text, label in zip(texts, "ab")]
+    if name.endswith("jsonl"):
+        rows = [json.dumps({"text": text, "label": label}, ensure_ascii=False) for text, label in zip(texts, "ab")]
+    else:
+        rows.insert(0, "text,label")
+    path = write(tmp_path / name, "\n".join([*rows, ""]).encode(encoding))
+    with pytest.raises(InputError, match="line .: not UTF-8; as .* it reads ") as error:
+        read_examples(path)
+    assert encoding == "utf-16-le" or texts[0] in str(error.value)
+    subprocess.run(str(error.value).partition("convert it: ")[2], shell=True, check=True)
+    assert read_examples(str(tmp_path / name.replace(".", ".utf8."))) == Examples(texts, ["a", "b"])
+
+
+def test_forms_of_files_that_are_read(tmp_path):
+    expected = Examples(["one, two", "three"], ["x", "y"])
+    rows = [{"text": "one, two", "label": "x"}, {"text": "three", "label": "y"}]
+    from datasets import Dataset
+
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    files = {
+        "semicolons.csv": "text;label\r\none, two;x\r\nthree;y\r\n",
+        "utf16.tsv": "text\tlabel\none, two\tx\nthree\ty\n".encode("utf-16"),
+        "utf16.json": json.dumps(rows).encode("utf-16"),
+        "unnamed.csv": ',text,label,\n0,"one, two",x,\n1,three,y,\n',
+        "list.json": json.dumps(rows),
+        "pretty.json": "\n" + json.dumps(rows, indent=2) + "\n",
+        "lines.json": "\n".join(map(json.dumps, rows)),
+    }
+    for name, content in files.items():
+        assert read_examples(write(tmp_path / name, content)) == expected, name
+    assert read_examples(str(tmp_path / "a.parquet")) == expected
+
+
+def test_labels_that_are_equal_are_one_class(tmp_path):
+    labels = [1, 1.0, "1", "caf\u00e9", "cafe\u0301", "caf\u00e9\u200b "]
+    lines = "".join(json.dumps({"text": "a", "Text": "b", "label": label}) + "\n" for label in labels)
+    path = write(tmp_path / "a.jsonl", lines)
+    assert read_examples(path, Columns("text")).labels == ["1"] * 3 + ["caf\u00e9"] * 3
+    assert set(read_examples(path, Columns("Text")).texts) == {"b"}
 
 
 def test_json_lines_and_columns_by_name(tmp_path):
@@ -103,6 +171,24 @@ def test_a_saved_data_set_with_named_labels(tmp_path):
     assert load_examples(folder, "validation") == Examples(["poor", "fine"], ["bad", "good"])
     with pytest.raises(InputError, match="has no split test; it has train, validation"):
         load_examples(folder, "test")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, None], "row.*the label is empty"),
+        ([0, -1], "the label is empty"),
+        ([[0], [1]], "must be one text or number"),
+    ],
+)
+def test_wrong_labels_of_a_data_set(tmp_path, labels, message):
+    from datasets import ClassLabel, Dataset, Features, Sequence, Value
+
+    names = ClassLabel(names=["bad", "good"])
+    features = Features({"text": Value("string"), "label": Sequence(names) if labels[0] == [0] else names})
+    Dataset.from_dict({"text": ["a", "b"], "label": labels}, features=features).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(InputError, match=message.replace("row.*", "line 2: ")):
+        load_examples(str(tmp_path / "saved"), "train")
 
 
 def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):
@@ -182,7 +268,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("epochs: 3\n", "unknown key 'epochs'; known are async_save, bucket_cap_mb, check_plan"),
+        ("epochs: 3\n", "unknown key 'epochs'; known are async_save, bucket_cap_mb, check, check_plan"),
         ("num_epochs: many\n", "num_epochs must be a float, got 'many'"),
         ("seed: true\n", "seed must be a int, got True"),
         ("- a\n", "expected lines of the form `key: value`"),
