@@ -12,6 +12,7 @@ from typing import Any, Optional
 import numpy as np
 from tokenizers import Tokenizer
 
+from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 from mindnlp_dp.text_classification import hub, pretrained
@@ -122,7 +123,9 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
     if config.model == FROM_SCRATCH:
         model = build_roberta(config, Tokenizer.from_str(task.tokenizer_json).get_vocab_size(), num_labels)
     else:
-        model = pretrained.load_classifier(config.model, num_labels, config.max_length)
+        model, is_new = pretrained.load_classifier(config.model, task.label_names, config.max_length)
+        if is_new and get_process_group().is_main:
+            print(f"{config.model} was trained for other labels: the classifier gets a new head")
     model.config.id2label = dict(enumerate(task.label_names))
     model.config.label2id = {name: i for i, name in enumerate(task.label_names)}
     return model
