@@ -112,6 +112,7 @@ def summary(report: RunReport, folder: Path, evaluation: str) -> str:
         "backend": report["backend"],
         "training": f"{_speed(report)}, {report['steps']} updates of {report['global_batch_size']} samples in "
         f"{report['train_seconds']:.1f} s",
+        "learning rate": f"{report['config']['learning_rate']:g} at its peak",
         **({"plan": _beside_plan(report["plan"])} if "plan" in report else {}),
         "gradient sync": f"{100 * report['gradient_sync_share']:.1f} % of the training time",
         "peak memory": f"{report['peak_memory_bytes'] / 2**30:.2f} GiB on the rank that needs most",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar, get_type_hints
@@ -36,7 +37,7 @@ class RunConfig:
     max_steps: int = setting(-1, "maximum number of updates; -1: num_epochs decides")
     global_batch_size: int = setting(128, "number of samples in an update, over all ranks")
     eval_batch_size: int = setting(256, "number of samples of a rank in one evaluation step")
-    learning_rate: float = setting(2e-3, "peak learning rate, after warm-up")
+    learning_rate: float = setting(0.0, "peak learning rate, after warm-up; 0: the usual one for the model")
     warmup_ratio: float = setting(0.1, "fraction of the updates with learning rate warm-up")
     weight_decay: float = setting(0.01, "weight decay of matrices; biases and norms are not decayed")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0: no clipping")
@@ -45,12 +46,21 @@ class RunConfig:
     logging_steps: int = setting(10, "number of updates between two log lines")
     seed: int = setting(42, "random seed of the weights, the order of the data and dropout")
 
+    def __post_init__(self) -> None:
+        self.learning_rate = self.learning_rate or self.usual_learning_rate()
+
+    def usual_learning_rate(self) -> float:
+        """Return the learning rate for this model, if the user gives none."""
+        return 2e-3
+
     def validate(self) -> None:
         """Raise InputError for a setting that is out of range, or for two that exclude each other."""
         if not self.output_dir.strip():
             raise InputError(f"output_dir must name a folder, got {self.output_dir!r}")
         for name in ("global_batch_size", "eval_batch_size", "logging_steps"):
             self.check_at_least(1, name)
+        if not 0 < self.learning_rate < math.inf:
+            raise InputError(f"learning_rate must be positive, or 0 for the usual one, got {self.learning_rate}")
         if self.peak_teraflops < 0:
             raise InputError(f"peak_teraflops must not be negative, got {self.peak_teraflops}")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_epochs <= 0):
@@ -148,6 +158,15 @@ def parse_layers(text: str) -> list[int]:
     if not all(part.isdigit() for part in parts):
         raise ValueError(f"layers of stages are written as 5,7, got {text!r}")
     return [int(part) for part in parts]
+
+
+def learning_rate_from_scratch(rate: float, hidden_size: int) -> float:
+    """Return a learning rate for random weights that suits a width of 128; wider models need a smaller one.
+
+    >>> learning_rate_from_scratch(2e-3, 64), learning_rate_from_scratch(2e-3, 1024)
+    (0.002, 0.00025)
+    """
+    return rate * min(1.0, 128 / hidden_size)
 
 
 T = TypeVar("T", bound=RunConfig)

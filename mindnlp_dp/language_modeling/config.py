@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, setting
+from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, learning_rate_from_scratch, setting
 
 TEMPLATES = ("plain", "chatml", "alpaca", "tokenizer")
 FROM_SCRATCH = "tiny"
@@ -40,12 +40,16 @@ class LanguageModelingConfig(ParallelConfig):
     num_epochs: float = setting(5.0, "passes over the training split")
     global_batch_size: int = setting(16, "number of rows in an update, over all ranks")
     eval_batch_size: int = setting(16, "number of rows of a rank in one evaluation step")
-    learning_rate: float = setting(3e-3, "peak learning rate, after warm-up")
     fused_cross_entropy: str = setting(
         "auto", "compute output layer and loss without the logits of all tokens: auto (if the model can), true, false"
     )
     num_samples: int = setting(4, "number of held-out prompts that the trained model completes for the report")
     max_new_tokens: int = setting(48, "maximum number of tokens of these completions")
+
+    def usual_learning_rate(self) -> float:
+        if self.model == FROM_SCRATCH:
+            return learning_rate_from_scratch(3e-3, self.hidden_size)
+        return 2e-4 if self.lora_rank else 2e-5
 
     def validate(self) -> None:
         super().validate()

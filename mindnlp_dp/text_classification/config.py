@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, setting
+from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, learning_rate_from_scratch, setting
+
+FROM_SCRATCH = "tiny"
 
 
 @dataclass
@@ -22,7 +24,9 @@ class TaskConfig(RunConfig):
     label_column: str = setting("", "column of the labels; empty: the one named label, category or intent")
     output_dir: str = setting("outputs/quickstart", "output folder for the report, the plot and the model")
 
-    model: str = setting("tiny", "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder")
+    model: str = setting(
+        FROM_SCRATCH, "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder"
+    )
     vocab_size: int = setting(4000, "vocabulary size of the byte-level BPE tokenizer")
     lowercase: bool = setting(False, "whether that tokenizer converts text to lower case")
     max_length: int = setting(24, "maximum number of tokens of a text; longer texts are truncated")
@@ -31,6 +35,9 @@ class TaskConfig(RunConfig):
     num_heads: int = setting(4, "number of attention heads")
     intermediate_size: int = setting(512, "width of the feed-forward layers")
     dropout: float = setting(0.0, "dropout in the model")
+
+    def usual_learning_rate(self) -> float:
+        return learning_rate_from_scratch(2e-3, self.hidden_size) if self.model == FROM_SCRATCH else 5e-5
 
     def validate(self) -> None:
         if bool(self.train_file) != bool(self.test_file):

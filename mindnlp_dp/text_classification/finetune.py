@@ -18,10 +18,9 @@ from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.report.runs import RunReport
-from mindnlp_dp.text_classification.config import FinetuneConfig
+from mindnlp_dp.text_classification.config import FROM_SCRATCH, FinetuneConfig
 from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan
 from mindnlp_dp.text_classification.task import (
-    FROM_SCRATCH,
     TextClassificationTask,
     as_dataset,
     build_model,

@@ -1,6 +1,7 @@
 """This module loads a pretrained encoder and its tokenizer from a model hub or a folder; task.py calls it.
 
-The classifier gets a new head, unless it was trained for the same labels. RoBERTa, BERT, and all other models that MindNLP's Auto classes know are supported.
+The classifier gets a new head, unless it was trained for the same labels. RoBERTa, BERT, and all other models that
+MindNLP's Auto classes know are supported.
 """
 
 from __future__ import annotations

@@ -17,11 +17,9 @@ from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 from mindnlp_dp.text_classification import hub, pretrained
 from mindnlp_dp.text_classification.cldr import cldr_phrases
-from mindnlp_dp.text_classification.config import TaskConfig
+from mindnlp_dp.text_classification.config import FROM_SCRATCH, TaskConfig
 from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples
 from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
-
-FROM_SCRATCH = "tiny"
 
 
 @dataclass(frozen=True)

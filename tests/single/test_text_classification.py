@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mindnlp_dp.finetuning.settings import InputError, parse_config
+from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.config import FinetuneConfig
@@ -286,6 +287,25 @@ def test_what_is_wrong_with_a_config_is_said(tmp_path, content, message):
         parse_config(FinetuneConfig, ["--config", write(tmp_path / "c.yaml", content)])
 
 
+@pytest.mark.parametrize(
+    ("kind", "flags", "expected"),
+    [
+        (FinetuneConfig, "", 2e-3),
+        (FinetuneConfig, "--hidden-size 1024 --num-heads 16", 2.5e-4),
+        (FinetuneConfig, "--model roberta-large", 5e-5),
+        (FinetuneConfig, "--model roberta-large --learning-rate 1e-5", 1e-5),
+        (FinetuneConfig, "--model roberta-large --learning-rate 0", 5e-5),
+        (LanguageModelingConfig, "", 3e-3),
+        (LanguageModelingConfig, "--model a/folder", 2e-5),
+        (LanguageModelingConfig, "--model a/folder --lora-rank 8", 2e-4),
+    ],
+)
+def test_the_learning_rate_follows_the_model(kind, flags, expected):
+    assert parse_config(kind, flags.split()).learning_rate == expected
+    with pytest.raises(InputError, match="learning_rate must be positive, or 0 for the usual one, got -1.0"):
+        parse_config(kind, [*flags.split(), "--learning-rate=-1"])
+
+
 def test_every_shipped_config_is_valid(pytestconfig):
     configs = sorted((pytestconfig.rootpath / "configs").glob("*.yaml"))
     assert configs
@@ -319,8 +339,10 @@ def test_summary(tmp_path):
         "train_seconds": 1.0, "gradient_sync_share": 0.031, "peak_memory_bytes": 3 << 29,
         "eval_accuracy": 0.5, "eval_loss": 1.5, "eval_samples": 9,
         "num_labels": 3, "replicas_in_sync": True, "replica_digest": "0123456789abcdef",
+        "config": {"learning_rate": 5e-5},
     }  # fmt: skip
     text = summary(json.loads(json.dumps(report)), tmp_path)
+    assert "learning rate     5e-05 at its peak" in text
     assert "gradient sync     3.1 % of the training time" in text
     assert "peak memory       1.50 GiB on the rank that needs most" in text
     assert "replicas in sync  yes, digest 0123456789abcdef" in text
