@@ -24,6 +24,7 @@ from mindnlp_dp.launch.options import (
     rendezvous_of,
 )
 from mindnlp_dp.launch.run import run_job
+from mindnlp_dp.runtime.versions import __version__
 
 # Subcommands that became scripts in homework/ before version 0.1.0; to be removed with 0.2.0.
 MOVED = ("algorithms", "scaling")
@@ -56,6 +57,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mindnlp-dp", description="Data-parallel training for MindNLP and MindSpore.")
+    parser.add_argument("--version", action="version", version=f"mindnlp-dp {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=CommandParser)
     run = commands.add_parser(
         "run",

@@ -10,6 +10,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.collective_save import workspace_in
 from mindnlp_dp.checkpoint.directory import has_checkpoints
 from mindnlp_dp.checkpoint.manifest import CheckpointError
+from mindnlp_dp.finetuning.progress import print_lines
 from mindnlp_dp.finetuning.results import write_results
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error, parse_layers
 from mindnlp_dp.report.runs import RunReport
@@ -50,6 +51,7 @@ def sharded(
 def train(trainer: Any, config: ParallelConfig) -> Any:
     """Run the Trainer's ``train``, from the newest checkpoint if the settings say so and there is one."""
     folder = Path(config.output_dir)
+    print_lines(trainer)
     resume = config.resume and trainer.world.run_on_rank0(lambda: has_checkpoints(folder), "looking for checkpoints")
     with as_input_error(CheckpointError):
         return trainer.train(resume_from_checkpoint=resume)

@@ -11,12 +11,17 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional, TypeVar, get_type_hints
+from typing import Any, ClassVar, Optional, TypeVar, get_type_hints
 
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from mindnlp_dp.schedules.pipeline import SCHEDULES
 
 OPTIMIZERS = ("adamw", "lamb", "lars")
+# MindNLP's; "cosine_with_min_lr" needs another setting, and is left out.
+SCHEDULES_OF_RATES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau",
+)  # fmt: skip
 
 
 class InputError(ValueError):
@@ -34,6 +39,8 @@ class RunConfig:
 
     output_dir: str = setting("outputs/run", "output folder for the report, the plot and the model")
     num_epochs: float = setting(2.0, "passes over the training split")
+    test_fraction: float = setting(0.0, "without a test file: the fraction of the training file that is held out")
+    max_train_samples: int = setting(0, "train on so many samples, chosen at random by the seed; 0: all")
     max_steps: int = setting(-1, "maximum number of updates; -1: num_epochs decides")
     global_batch_size: int = setting(128, "number of samples in an update, over all ranks")
     eval_batch_size: int = setting(256, "number of samples of a rank in one evaluation step")
@@ -59,6 +66,9 @@ class RunConfig:
             raise InputError(f"output_dir must name a folder, got {self.output_dir!r}")
         for name in ("global_batch_size", "eval_batch_size", "logging_steps"):
             self.check_at_least(1, name)
+        self.check_at_least(0, "max_train_samples")
+        if not 0 <= self.test_fraction < 1:
+            raise InputError(f"test_fraction must be from 0 to 1, got {self.test_fraction}")
         if not 0 < self.learning_rate < math.inf:
             raise InputError(f"learning_rate must be positive, or 0 for the usual one, got {self.learning_rate}")
         if self.peak_teraflops < 0:
@@ -88,6 +98,19 @@ class ParallelConfig(RunConfig):
     check_plan: bool = setting(False, "before training with a mesh, compare a batch with the whole model on each rank")
     gradient_checkpointing: bool = setting(False, "recompute the activations of layers in the backward pass")
     recompute_layers: str = setting("", "which of them: a number n, every n-th; or patterns of names; empty: all")
+    group_by_length: bool = setting(False, "put rows of similar length into the same batch, to reduce padding")
+    lr_scheduler: str = setting("linear", "the learning rate after warm-up: linear, cosine, constant_with_warmup, ...")
+    eval_steps: int = setting(0, "number of updates between two evaluations; 0: once per epoch")
+    save_best: str = setting(
+        "", "end with the evaluated model that is best by this metric, such as loss; empty: the last"
+    )
+    early_stopping: int = setting(0, "stop after so many evaluations without a better one; 0: never")
+    lora_rank: int = setting(0, "rank of LoRA's adapters; 0: all weights are trained")
+    lora_alpha: float = setting(16.0, "the adapters are multiplied by lora_alpha / lora_rank")
+    lora_dropout: float = setting(0.0, "dropout of the adapters' inputs")
+    lora_targets: str = setting(
+        "", "names of the layers with adapters, such as q_proj,v_proj; empty: all linear layers"
+    )
     optimizer: str = setting("adamw", "adamw; or lamb or lars, for large batches")
     save_steps: int = setting(0, "number of updates between two checkpoints, of which the last two are kept; 0: none")
     async_save: bool = setting(False, "write checkpoints while training continues; needs their size in memory")
@@ -108,10 +131,20 @@ class ParallelConfig(RunConfig):
     matmul_precision: str = setting("auto", "on CPU: highest, or medium: products from inputs rounded to bfloat16")
     deterministic: str = setting("auto", "on a device: true, equal bits each time; false, faster; auto: true on Ascend")
 
+    # The names that save_best takes.
+    metrics: ClassVar[tuple[str, ...]] = ("loss",)
+
+    @property
+    def metric_to_keep(self) -> str:
+        """The metric that decides on the best model; empty without one."""
+        return self.save_best or ("loss" if self.early_stopping else "")
+
     def validate(self) -> None:
         super().validate()
         for name, choices in (
             ("optimizer", OPTIMIZERS),
+            ("lr_scheduler", SCHEDULES_OF_RATES),
+            ("save_best", ("", *self.metrics)),
             ("overlap", ("auto", "true", "false")),
             ("compression", ("", "fp16", "bf16", "powersgd")),
             ("zero_stage", ("auto", "0", "1", "2")),
@@ -139,8 +172,17 @@ class ParallelConfig(RunConfig):
         if self.recompute_layers and not self.gradient_checkpointing:
             raise InputError("recompute_layers is given, and gradient_checkpointing is not")
         self.check_at_least(1, "powersgd_rank")
-        for name in ("micro_batch_size", "save_steps"):
+        for name in (
+            "micro_batch_size", "save_steps", "eval_steps", "early_stopping", "lora_rank",
+        ):  # fmt: skip
             self.check_at_least(0, name)
+        if not 0 <= self.lora_dropout < 1:
+            raise InputError(f"lora_dropout must be from 0 to 1, got {self.lora_dropout}")
+        if self.metric_to_keep and self.save_steps and (not self.eval_steps or self.save_steps % self.eval_steps):
+            raise InputError(
+                f"the best model is saved when it is evaluated: save_steps ({self.save_steps}) must be a multiple of "
+                "eval_steps; give both, or leave save_steps out"
+            )
         if not self.bucket_cap_mb >= 0:
             raise InputError(
                 f"bucket_cap_mb must be positive, or 0 for the default, got {self.bucket_cap_mb}; "

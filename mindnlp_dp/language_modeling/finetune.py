@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
-from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
+from mindnlp_dp.finetuning.arguments import build_optimizer, callbacks, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
@@ -49,9 +49,7 @@ def main() -> None:
         from mindnlp_dp.finetuning import job
 
         group, mesh = job.join(config)
-        args = training_arguments(
-            config, mesh, prediction_loss_only=True, remove_unused_columns=False, group_by_length=config.group_by_length
-        )
+        args = training_arguments(config, mesh, prediction_loss_only=True, remove_unused_columns=False)
         task = group.run_on_rank0(lambda: prepare_task(config, splits), "preparing the data")
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train), mesh.dp_group.world_size)
@@ -92,7 +90,7 @@ def train(
         eval_dataset=task.test,
         data_collator=collator,
         optimizers=(build_optimizer(config, model), None),
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks(config)],
     )
     if group.is_main:
         if task.num_truncated:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import numpy as np
 from tokenizers import Tokenizer
 
+from mindnlp_dp.finetuning.arguments import chosen, held_out
+from mindnlp_dp.finetuning.lora import with_lora
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
@@ -77,9 +80,15 @@ class ConversationSplits:
 
 def read_splits(config: LanguageModelingConfig) -> ConversationSplits:
     """Read the data; raise InputError if a file cannot be read."""
-    if config.train_file:
-        return ConversationSplits(read_conversations(config.train_file), read_conversations(config.test_file))
-    return ConversationSplits(*topics_of_python())
+    if not config.train_file:
+        train, test = topics_of_python()
+    elif config.test_file:
+        train, test = read_conversations(config.train_file), read_conversations(config.test_file)
+    else:
+        both = read_conversations(config.train_file)
+        is_test = held_out(np.zeros(len(both), int), config.test_fraction, config.seed)
+        train, test = ([both[at] for at in np.flatnonzero(which)] for which in (~is_test, is_test))
+    return ConversationSplits([train[at] for at in chosen(len(train), config.max_train_samples, config.seed)], test)
 
 
 def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSplits] = None) -> LanguageModelingTask:
@@ -188,29 +197,7 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
         raise InputError(
             f"max_length ({config.max_length}) is more than the {positions} tokens that {config.model} takes"
         )
-    return _with_lora(model, config) if config.lora_rank else model
-
-
-def _with_lora(model: Any, config: LanguageModelingConfig) -> Any:
-    from mindnlp.peft import LoraConfig, get_peft_model
-
-    head = model.get_output_embeddings()
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D") and module is not head
-    }
-    targets = [name.strip() for name in config.lora_targets.split(",") if name.strip()] or sorted(linear)
-    unknown = [name for name in targets if name not in linear]
-    if unknown:
-        raise InputError(f"lora_targets names {unknown[0]!r}; the linear layers are {', '.join(sorted(linear))}")
-    return get_peft_model(
-        model,
-        LoraConfig(
-            task_type="CAUSAL_LM", r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-            target_modules=targets, fan_in_fan_out=model.config.model_type == "gpt2",
-        ),
-    )  # fmt: skip
+    return with_lora(model, config, "CAUSAL_LM") if config.lora_rank else model
 
 
 def save_tokenizer(config: LanguageModelingConfig, task: LanguageModelingTask, folder: str) -> None:

@@ -28,6 +28,11 @@ class Examples:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def at(self, numbers: Iterable[int]) -> Examples:
+        """Return the examples with these numbers."""
+        numbers = list(numbers)
+        return Examples([self.texts[at] for at in numbers], [self.labels[at] for at in numbers])
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -65,6 +70,17 @@ def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, wha
     if not examples.texts:
         raise InputError(f"{what}: it has no rows below the header")
     return examples
+
+
+def texts_of(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, what: str) -> list[str]:
+    """Return the texts alone of ``(line, row)`` pairs."""
+    texts, name = [], ""
+    for line, row in rows:
+        name = name or _find_column(list(row), columns.text, TEXT_COLUMNS, "text", what)
+        texts.append(_value(row.get(name), "text", f"{what}, line {line}"))
+    if not texts:
+        raise InputError(f"{what}: it has no rows below the header")
+    return texts
 
 
 def _value(value: Any, kind: str, where: str) -> str:

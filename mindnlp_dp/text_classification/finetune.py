@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
-from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
+from mindnlp_dp.finetuning.arguments import build_optimizer, callbacks, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.report.runs import RunReport
@@ -41,7 +41,7 @@ def main() -> None:
         from mindnlp_dp.text_classification.results import summary
 
         group, mesh = job.join(config)
-        args = training_arguments(config, mesh)
+        args = training_arguments(config, mesh, label_smoothing_factor=config.label_smoothing)
         task = group.run_on_rank0(lambda: prepare_task(config, splits), "preparing the data")
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train["labels"]), mesh.dp_group.world_size)
@@ -58,8 +58,10 @@ def train(
 ) -> RunReport:
     """Train, evaluate, write the model and the results, and return the report of the run."""
     from mindnlp_dp.finetuning import job
+    from mindnlp_dp.text_classification.predictions import write_predictions
     from mindnlp_dp.text_classification.recorder import RunRecorder
     from mindnlp_dp.text_classification.results import make_report
+    from mindnlp_dp.text_classification.trainer import balanced_weights, make_trainer, trimmed
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     set_seed(config.seed)
@@ -70,20 +72,28 @@ def train(
             check_model(model, config)
     model = job.sharded(model, config, args, lambda: {name: column[:8] for name, column in task.train.items()})
     recorder = RunRecorder(task.label_names, len(task.train["labels"]))
-    trainer = dp.DataParallelTrainer(
+    trainer = make_trainer(
+        balanced_weights(task.train["labels"], len(task.label_names)) if config.class_weights else None,
         model,
         args,
         train_dataset=as_dataset(task.train),
+        data_collator=trimmed if config.dynamic_padding else None,
         eval_dataset=as_dataset(task.test),
         optimizers=(build_optimizer(config, model), None),
         compute_metrics=recorder.metrics,
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks(config)],
     )
     if group.is_main and task.num_truncated:
         print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
     output = job.train(trainer, config)
     report = make_report(trainer, output, recorder, config, task)
     compare_with_plan(report, config)
+    if task.unlabelled is not None:
+        logits = trainer.predict(as_dataset(task.unlabelled)).predictions
+        group.run_on_rank0(
+            lambda: write_predictions(Path(config.output_dir), task.unlabelled_texts, logits, task.label_names),
+            "writing the predictions",
+        )
 
     title = f"{report['num_labels']} labels"
     job.write(trainer, config, report, lambda folder: save_tokenizer(config, task, folder), title)

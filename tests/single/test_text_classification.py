@@ -337,7 +337,7 @@ def test_summary(tmp_path):
     report = {
         "world_size": 2, "backend": "mpi", "train_samples_per_second": 800.4, "steps": 20, "global_batch_size": 8,
         "train_seconds": 1.0, "gradient_sync_share": 0.031, "peak_memory_bytes": 3 << 29,
-        "eval_accuracy": 0.5, "eval_loss": 1.5, "eval_samples": 9,
+        "eval_accuracy": 0.5, "eval_macro_f1": 0.4, "eval_loss": 1.5, "eval_samples": 9,
         "num_labels": 3, "replicas_in_sync": True, "replica_digest": "0123456789abcdef",
         "config": {"learning_rate": 5e-5},
     }  # fmt: skip
