@@ -54,7 +54,11 @@ def train(trainer: Any, config: ParallelConfig) -> Any:
     print_lines(trainer)
     resume = config.resume and trainer.world.run_on_rank0(lambda: has_checkpoints(folder), "looking for checkpoints")
     with as_input_error(CheckpointError):
-        return trainer.train(resume_from_checkpoint=resume)
+        output = trainer.train(resume_from_checkpoint=resume)
+    if config.metric_to_keep:
+        # The results are those of the best model, which is loaded now, and not of the last one.
+        trainer.evaluate()
+    return output
 
 
 def write(

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mindnlp_dp.finetuning.arguments import chosen, held_out
+from mindnlp_dp.finetuning.progress import log_line
 from mindnlp_dp.finetuning.settings import InputError, parse_config
 from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.runtime.atomic_write import atomic_write
@@ -16,9 +18,12 @@ from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.config import FinetuneConfig
 from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples
 from mindnlp_dp.text_classification.hub import load_examples
+from mindnlp_dp.text_classification.predictions import write_predictions
+from mindnlp_dp.text_classification.recorder import class_scores
 from mindnlp_dp.text_classification.results import summary, write_results
-from mindnlp_dp.text_classification.task import prepare_task
+from mindnlp_dp.text_classification.task import prepare_task, read_splits
 from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
+from mindnlp_dp.text_classification.trainer import trimmed
 
 
 def write(path, text):
@@ -278,7 +283,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         ("num_epochs: 0\n", "max_steps or num_epochs must be positive"),
         ("global_batch_size: 0\n", "global_batch_size must be at least 1, got 0"),
         ("output_dir: ''\n", "output_dir must name a folder, got ''"),
-        ("train_file: a.csv\n", "--train-file and --test-file must be given together"),
+        ("train_file: a.csv\n", "must be given together"),
         ("train_file: a.csv\ntest_file: b.csv\ndataset: c\n", "are two sources of data; choose one"),
     ],
 )
@@ -357,3 +362,88 @@ def test_without_matplotlib_everything_else_is_written(tmp_path, monkeypatch, ca
 
 def test_every_setting_has_a_help_text():
     assert all(setting.metadata["help"] for setting in dataclasses.fields(FinetuneConfig))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lr-scheduler cosin", "lr_scheduler must be one of linear, cosine, "),
+        ("--save-best f1", "save_best must be one of nothing, loss, accuracy, macro_f1, got 'f1'"),
+        ("--save-best loss --save-steps 10", r"save_steps \(10\) must be a multiple of eval_steps"),
+        ("--early-stopping 2 --save-steps 10 --eval-steps 4", r"save_steps \(10\) must be a multiple of eval_steps"),
+        ("--early-stopping=-1", "early_stopping must be at least 0, got -1"),
+        ("--class-weights rare", "class_weights must be balanced or empty, got 'rare'"),
+        ("--class-weights balanced --label-smoothing 0.1", "are two losses; choose one"),
+        ("--label-smoothing 1", "label_smoothing must be from 0 to 1, got 1.0"),
+        ("--class-weights balanced --mesh pp=2", r"a pipeline \(pp\) computes the model's own loss"),
+        ("--train-file a --test-fraction 1", "test_fraction must be from 0 to 1, got 1.0"),
+        ("--train-file a --test-file b --test-fraction 0.1", "two held-out splits; choose one"),
+        (
+            "--test-fraction 0.1 --test-file b",
+            "--train-file and --test-file .or --test-fraction. must be given together",
+        ),
+        ("--max-train-samples=-1", "max_train_samples must be at least 0, got -1"),
+        ("--lora-rank 4", "lora_rank is for a pretrained model; pass --model FOLDER"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors(flags, message):
+    with pytest.raises(InputError, match=message):
+        parse_config(FinetuneConfig, flags.split())
+
+
+def test_scores_of_classes_in_closed_form():
+    """The class c is neither a label nor predicted; d is predicted only."""
+    predictions = np.eye(4)[[0, 0, 1, 3, 1]]
+    scores = class_scores(predictions, np.array([0, 0, 0, 1, 1]), "abcd")
+    assert scores == [
+        {"label": "a", "precision": 1.0, "recall": 2 / 3, "f1": 0.8, "samples": 3},
+        {"label": "b", "precision": 0.5, "recall": 0.5, "f1": 0.5, "samples": 2},
+        {"label": "d", "precision": 0.0, "recall": 0.0, "f1": 0.0, "samples": 0},
+    ]
+
+
+def test_samples_are_chosen_by_the_seed_and_held_out_by_label():
+    assert chosen(100, 10, 1).tolist() == sorted(set(chosen(100, 10, 1).tolist())) != chosen(100, 10, 2).tolist()
+    labels = np.repeat(["a", "b", "c"], [50, 10, 1])
+    is_held_out = held_out(labels, 0.2, 3)
+    assert [int(is_held_out[labels == label].sum()) for label in "abc"] == [10, 2, 0]
+    with pytest.raises(InputError, match="no sample is held out"):
+        held_out(np.array(["a", "b"]), 0.2, 3)
+
+
+def test_a_file_without_a_test_file_is_split(tmp_path):
+    rows = [f"text {number},{'ab'[number % 2]}" for number in range(40)]
+    path = write(tmp_path / "a.csv", "\n".join(["text,label", *rows, ""]))
+    splits = read_splits(FinetuneConfig(train_file=path, test_fraction=0.25, max_train_samples=7))
+    assert (len(splits.train), len(splits.test)) == (7, 10)
+    assert not set(splits.train.texts) & set(splits.test.texts)
+    assert splits.labels[1].tolist().count(0) == 5
+
+
+def test_predictions_are_written_in_the_order_of_the_file(tmp_path):
+    write_predictions(tmp_path, ["one, two", "three"], np.log([[0.2, 0.8], [0.5, 0.5]]), ["x", "y"])
+    expected = 'text,label,probability\r\n"one, two",y,0.800000\r\nthree,x,0.500000\r\n'
+    assert (tmp_path / "predictions.csv").read_bytes().decode() == expected
+
+
+def test_rows_are_cut_to_the_longest_of_a_micro_batch():
+    rows = [{"input_ids": np.array([0, 0, 5, 6, 0]), "attention_mask": np.array(mask), "labels": 1} for mask in (
+        [0, 0, 1, 1, 0], [0, 1, 1, 0, 0])]  # fmt: skip
+    batch = trimmed(rows)
+    assert batch["input_ids"].tolist() == [[0, 5, 6]] * 2
+    assert batch["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 0]]
+    assert batch["labels"].tolist() == [1, 1]
+
+
+def test_log_lines():
+    row = {"loss": 0.51234, "grad_norm": 1, "learning_rate": 2e-3, "epoch": 0.5, "samples_per_second": 431.4}
+    line = "update   7/100  epoch   0.50  loss   0.5123  norm    1.000  rate 2.00e-03      431 samples/s"
+    assert log_line(row, 7, 100) == line
+    evaluation = {
+        "eval_loss": 0.5,
+        "eval_macro_f1": 0.25,
+        "eval_runtime": 3.0,
+        "epoch": 1.0,
+    }
+    assert log_line(evaluation, 7, 100) == "update   7/100  epoch   1.00  eval  loss 0.5000  macro f1 0.2500"
+    assert log_line({"train_runtime": 1.0}, 7, 100) is None
