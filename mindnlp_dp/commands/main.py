@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from mindnlp_dp.launch.options import (
     add_run_options,
     rendezvous_of,
 )
+from mindnlp_dp.launch.rendezvous.membership import MinMax
 from mindnlp_dp.launch.run import run_job
 from mindnlp_dp.runtime.versions import __version__
 
@@ -210,9 +210,8 @@ def _run(args: argparse.Namespace) -> int:
     # A -- in front of SCRIPT, which some versions of Python keep.
     command = args.command[1:] if args.command[0] == "--" else args.command
     command = ["-m", *command] if args.module else command
-    if "--help" in command[1:]:
-        # One process is enough for the help text of a script.
-        return subprocess.call([sys.executable, *command])
+    # One process is enough for the help text of a script.
+    nproc = MinMax(1, 1) if "--help" in command[1:] and args.nnodes == MinMax(1, 1) else args.nproc
     try:
         most = args.max_restarts
         if most is None:
@@ -222,7 +221,7 @@ def _run(args: argparse.Namespace) -> int:
             grace_period=args.grace_period, log_mb=args.log_mb, in_place=args.in_place, scale_batch=args.scale_batch,
         )  # fmt: skip
         return run_job(
-            args.nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
+            nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
             rendezvous=rendezvous_of(args), node_rank=args.node_rank,
         )  # fmt: skip
     except LaunchError as error:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Optional, TypeVar, get_type_hints
+from typing import Any, Optional, TypeVar, get_type_hints
 
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from mindnlp_dp.schedules.pipeline import SCHEDULES
@@ -131,8 +131,10 @@ class ParallelConfig(RunConfig):
     matmul_precision: str = setting("auto", "on CPU: highest, or medium: products from inputs rounded to bfloat16")
     deterministic: str = setting("auto", "on a device: true, equal bits each time; false, faster; auto: true on Ascend")
 
-    # The names that save_best takes.
-    metrics: ClassVar[tuple[str, ...]] = ("loss",)
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names that ``save_best`` takes."""
+        return ("loss",)
 
     @property
     def metric_to_keep(self) -> str:

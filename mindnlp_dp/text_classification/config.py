@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, learning_rate_from_scratch, setting
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
@@ -70,9 +70,11 @@ class FinetuneConfig(TaskConfig, ParallelConfig):
     dynamic_padding: bool = setting(True, "pad texts to the longest of a micro-batch; false: to max_length")
     label_smoothing: float = setting(0.0, "share of the target that is spread over all labels")
     class_weights: str = setting("", "balanced: a sample weighs the more, the rarer its label is; empty: equally")
-    metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "macro_f1")
-
     plan: str = setting("", "a file of mindnlp-dp plan --json; its best plan is used, and compared with the run")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("loss", "accuracy", "macro_f1")
 
     def usual_learning_rate(self) -> float:
         return 3e-4 if self.lora_rank else super().usual_learning_rate()
