@@ -64,6 +64,7 @@ def train(
     # One process of each host downloads a pretrained model; the others read it from the cache.
     with args.main_process_first():
         model = build_model(config, task)
+    generation_config = model.generation_config
     with as_input_error():
         fuses = config.fused_cross_entropy
         with contextlib.suppress(*([ValueError] if fuses == "auto" else [])):
@@ -87,6 +88,8 @@ def train(
             print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
         if task.num_without_labels:
             print(f"{task.num_without_labels} texts have no completion left, and were left out")
+        if task.ignored_keys:
+            print(f"keys of the files' lines that are not used: {', '.join(task.ignored_keys)}")
     output = job.train(trainer, config)
     report = results.make_report(
         trainer, output, recorder, config, train_samples=len(task.train), eval_samples=len(task.test)
@@ -101,7 +104,13 @@ def train(
             print(f"the model cannot complete the prompts: {str(error).partition(chr(10))[0]}")
 
     title = f"{task.train.num_labels:,} labels an epoch"
-    job.write(trainer, config, report, lambda folder: save_tokenizer(config, task, folder), title)
+
+    def save_beside(folder: str) -> None:
+        save_tokenizer(config, task, folder)
+        # PEFT writes none with adapters.
+        generation_config.save_pretrained(folder)
+
+    job.write(trainer, config, report, save_beside, title)
     return report
 
 
@@ -117,10 +126,10 @@ def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingT
     model.set_train(False)
     found = []
     for prompt in task.prompts:
-        ids = np.array([prompt.ids[-min(config.max_length, positions - num_new) :] or [task.eos or 0]], np.int64)
+        ids = np.array([prompt.ids[-min(config.max_length, positions - num_new) :] or task.ends[-1:] or [0]], np.int64)
         output = model.generate(
             input_ids=Tensor(ids), attention_mask=Tensor(np.ones_like(ids)), max_new_tokens=num_new, do_sample=False,
-            eos_token_id=task.eos, pad_token_id=task.pad,
+            pad_token_id=task.pad,
         )  # fmt: skip
         completion = tokenizer.decode(output.asnumpy()[0, ids.shape[1] :].tolist())
         found.append({"prompt": prompt.text, "completion": completion, "expected": prompt.expected})

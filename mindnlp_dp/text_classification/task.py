@@ -6,13 +6,13 @@ Rank 0 alone calls :func:`prepare_task`, and the other ranks receive its result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.tokenizers import as_pretrained
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 from mindnlp_dp.text_classification import hub, pretrained
 from mindnlp_dp.text_classification.cldr import cldr_phrases
@@ -85,7 +85,11 @@ def _read(config: TaskConfig) -> tuple[Examples, Examples, str, str]:
 def save_tokenizer(config: TaskConfig, task: TextClassificationTask, folder: str) -> None:
     """Write the tokenizer into the model's folder."""
     if task.tokenizer_json:
-        Tokenizer.from_str(task.tokenizer_json).save(str(Path(folder) / "tokenizer.json"))
+        tokenizer = as_pretrained(
+            task.tokenizer_json, config.max_length, bos_token="<s>", eos_token="</s>", cls_token="<s>",
+            sep_token="</s>", pad_token="<pad>", unk_token="<unk>", mask_token="<mask>",
+        )  # fmt: skip
+        tokenizer.save_pretrained(folder)
     else:
         pretrained.load_tokenizer(config.model).save_pretrained(folder)
 

@@ -15,15 +15,15 @@ import mindnlp_dp as dp
 from mindnlp_dp.finetuning.settings import InputError, parse_config
 from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.config import LanguageModelingConfig
-from mindnlp_dp.language_modeling.conversations import Message, read_conversations, topics_of_python
+from mindnlp_dp.language_modeling.conversations import Conversation, Message, read_conversations, topics_of_python
 from mindnlp_dp.language_modeling.rows import Collator, TokenRows, pack
 from mindnlp_dp.language_modeling.task import build_model, prepare_task
 from mindnlp_dp.language_modeling.tokenization import encode, encoded_text, train_tokenizer
 
-CHAT = (
+CHAT = Conversation((
     Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4"),
     Message("user", "And 3 + 3?"), Message("assistant", "6"),
-)  # fmt: skip
+))  # fmt: skip
 needs_0_4 = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
 
 
@@ -50,7 +50,7 @@ def test_conversations_are_read_in_both_forms(tmp_path):
         ([1], "line 2: expected prompt"),
         ({"messages": []}, "line 2: messages must be a list of messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the last message must be the assistant's"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "line 2: a role is one of system, user, assistant"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "line 2: a role is one of system, user, assistant, tool"),
         ('{"prompt": "\\ud83d", "completion": "b"}', "line 2: not JSON: 'utf-8' codec can't encode"),
         ({"messages": [{"role": "user"}]}, "line 2: a message has role and content"),
     ],
@@ -89,7 +89,7 @@ def test_templates_count_what_the_assistant_says():
     class Tokenizer:
         chat_template = "its own"
 
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+        def apply_chat_template(self, messages, tokenize, tools=None, add_generation_prompt=False):
             said = "".join(f"[{message['role'][0]}] {message['content']};" for message in messages)
             return said + "[a] " * add_generation_prompt
 
@@ -118,7 +118,7 @@ def test_labels_are_the_completions_tokens(name):
 
 def test_tokens_that_a_tokenizer_adds():
     tokenizer = train_tokenizer(["2 + 2? 4"] * 3, 270)
-    conversation = (Message("user", "2 + 2?"), Message("assistant", " 4"))
+    conversation = Conversation((Message("user", "2 + 2?"), Message("assistant", " 4")))
     plain, labels, _ = encode(conversation, templates.plain, tokenizer, 2, 500)
     tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     ids, with_labels, _ = encode(conversation, templates.plain, tokenizer, 2, 500)
@@ -135,7 +135,9 @@ def test_tokens_that_a_tokenizer_adds():
 
 def test_a_completion_that_begins_the_text_has_no_label_there():
     tokenizer = train_tokenizer(["abc"] * 3, 270)
-    ids, labels, _ = encode((Message("user", ""), Message("assistant", "abc")), templates.plain, tokenizer, 2, 9)
+    ids, labels, _ = encode(
+        Conversation([Message("user", ""), Message("assistant", "abc")]), templates.plain, tokenizer, 2, 9
+    )
     assert labels[0] == -100
     assert labels[1:].tolist() == ids[1:].tolist()
 
