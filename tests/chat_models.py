@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from tokenizers import processors
@@ -122,3 +123,38 @@ def write_chats(folder):
 
 def chat(word):
     return [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": f"{word} it is"}]
+
+
+def run(monkeypatch, folder, *flags):
+    """Run the recipe on the chats, and return its report."""
+    from mindnlp_dp.language_modeling.finetune import main
+
+    sizes = "--hidden-size 64 --num-layers 2 --num-heads 2 --intermediate-size 128 --max-length 64 --vocab-size 300"
+    steps = "--max-steps 100 --global-batch-size 8 --learning-rate 5e-3 --max-new-tokens 16 --num-samples 2"
+    words = ["finetune_llm.py", *sizes.split(), *steps.split(), "--output-dir", str(folder / "out"), *map(str, flags)]
+    monkeypatch.setattr(sys, "argv", [*words, *write_chats(folder)])
+    main()
+    return json.loads((folder / "out/report.json").read_text())
+
+
+# The template to train with, and the token that ends a turn.
+CASES = {
+    "tiny": ("chatml", "<|im_end|>"),
+    "qwen base": ("chatml", "<|im_end|>"),
+    "qwen instruct": ("tokenizer", "<|im_end|>"),
+    "gpt2": ("chatml", "<|im_end|>"),
+    "gemma": ("tokenizer", "<end_of_turn>"),
+    "gemma base": ("tokenizer", "<end_of_turn>"),
+    "llama3": ("tokenizer", "<|eot_id|>"),
+    "mistral": ("tokenizer", "</s>"),
+}
+
+
+def train(monkeypatch, tmp_path, kind):
+    """Train a model of a kind on chats, with its template; return the report, and the end of a turn."""
+    template, end = CASES[kind]
+    flags = ["--template", template]
+    if kind != "tiny":
+        save_untrained(kind, tmp_path / "base")
+        flags += ["--model", tmp_path / "base"]
+    return run(monkeypatch, tmp_path, *flags), end

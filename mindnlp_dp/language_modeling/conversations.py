@@ -123,7 +123,8 @@ def _message(message: Any, where: str) -> Message:
     if weight not in (0, 1) or (weight == 1 and role != "assistant" and "weight" in message):
         raise InputError(f"{where}: weight is 0 or 1, and 1 for the assistant only; got {_shown(message)}")
     if "tool_calls" in more:
-        more["tool_calls"] = [_call(call, where) for call in _from_json(more["tool_calls"], list, where)]
+        calls = f"{where}: tool_calls must be a list of calls"
+        more["tool_calls"] = [_call(call, where) for call in _from_json(more["tool_calls"], list, calls)]
     if not isinstance(content, str) and not (content is None and role == "assistant" and more.get("tool_calls")):
         raise InputError(f"{where}: content must be a text, or null beside tool_calls; got {_shown(message)}")
     return Message(role, content, weight == 1, more)

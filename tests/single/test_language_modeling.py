@@ -40,6 +40,14 @@ def test_conversations_are_read_in_both_forms(tmp_path):
     ]  # fmt: skip
 
 
+def said(content, role="assistant", **more):
+    return {"role": role, "content": content, **more}
+
+
+def call(name, arguments):
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -53,6 +61,16 @@ def test_conversations_are_read_in_both_forms(tmp_path):
         ({"messages": [{"role": "bot", "content": "a"}]}, "line 2: a role is one of system, user, assistant, tool"),
         ('{"prompt": "\\ud83d", "completion": "b"}', "line 2: not JSON: 'utf-8' codec can't encode"),
         ({"messages": [{"role": "user"}]}, "line 2: a message has role and content"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "line 2: content must be a text, or null beside tool"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "line 2: content must be a text, or null beside"),
+        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "line 2: weight is 0 or 1, and 1 for the as"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "line 2: weight is 0 or 1"),
+        ({"messages": [{"role": "user", "content": "a", "loss": 1}]}, "line 2: a message has the key 'loss'; known"),
+        ({"messages": [said("a", tool_calls=[{"function": "f"}])]}, "line 2: a call in tool_calls has a function"),
+        ({"messages": [said("a", tool_calls="f()")]}, 'line 2: tool_calls must be a list of calls; got "f'),
+        ({"messages": [said("a", tool_calls=[call("f", "x=1")])]}, 'line 2: arguments must be an object; got "x=1"'),
+        ({"messages": [said("a")], "tools": {"name": "f"}}, "line 2: tools must be a list of functions; got"),
+        ({"messages": [said("a")], "mask_history": "yes"}, 'line 2: mask_history must be true or false, got "yes"'),
     ],
 )
 def test_wrong_lines_are_named(tmp_path, row, message):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chat_models
 import numpy as np
 import pytest
 import tokenizer_kinds
@@ -184,3 +185,33 @@ def test_a_pretrained_tokenizer_is_the_same_in_transformers_and_back(tmp_path, t
     back, _ = pretrained_tokenizer(str(tmp_path / "saved"))
     assert [back(text)["input_ids"] for text in tokenizer_kinds.texts()] == expected
     assert back.chat_template == "{{ messages[0]['content'] }}"
+
+
+# What the other Python runs: what a model answers to the first words, by greedy generation as its folder says.
+ANSWERS_BY_TORCH = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, words, output = sys.argv[1:]
+tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+found = []
+for word in words.split():
+    chat = [{"role": "user", "content": "say " + word}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    asked = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    answer = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1]:]
+    found.append(tokenizer.decode(answer).strip())
+json.dump(found, open(output, "w"))
+"""
+
+
+@pytest.mark.parametrize("kind", chat_models.CASES)
+def test_an_answer_ends_where_it_should_in_transformers(monkeypatch, tmp_path, torch_python, kind):
+    _, end = chat_models.train(monkeypatch, tmp_path, kind)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = " ".join(chat_models.WORDS[:3])
+    command = [torch_python, "-c", ANSWERS_BY_TORCH, str(tmp_path / "out/model"), words, "answers.json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "answers.json").read_text()) == [f"{word} it is{end}" for word in words.split()]
