@@ -75,7 +75,7 @@ def of_tokenizer(tokenizer: Any) -> Template:
 
         if conversation[0].role == "assistant":
             raise InputError(
-                f"{conversation.where}: the assistant's message is the first; a chat begins with the user's"
+                f"{conversation.where}: the first message is the assistant's; expected the user's"
             )
         written = ""
         for number, message in enumerate(conversation):

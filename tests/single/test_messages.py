@@ -79,7 +79,7 @@ def test_templates_of_tokenizers(tmp_path, kind, text, labels):
     [
         ("gemma", [{"role": "system", "content": "s"}, *TURNS], "template refuses it: System role not supported"),
         ("gemma", [user("a"), user("b"), said("c")], "template refuses it: Conversation roles must alternate"),
-        ("gemma", [said("b"), user("c"), said("d")], "the assistant's message is the first; a chat begins with the user's"),
+        ("gemma", [said("b"), user("c"), said("d")], "the first message is the assistant's; expected the user's"),
         ("qwen3", [user("a"), said("b", reasoning_content="r"), *TURNS], "rewrites earlier messages"),
         ("llama3", [user("a"), said("b", reasoning_content="why")], r"not write reasoning_content \('why'\)"),
         ("llama3", [{**user("a"), "name": "Ada"}, said("b")], r"does not write name \('Ada'\)"),
