@@ -74,9 +74,7 @@ def of_tokenizer(tokenizer: Any) -> Template:
                 raise InputError(f"{conversation.where}: this tokenizer's chat template refuses it: {error}") from None
 
         if conversation[0].role == "assistant":
-            raise InputError(
-                f"{conversation.where}: the first message is the assistant's; expected the user's"
-            )
+            raise InputError(f"{conversation.where}: the first message is the assistant's; expected the user's")
         written = ""
         for number, message in enumerate(conversation):
             if message.role == "assistant":
