@@ -17,10 +17,11 @@ import numpy as np
 
 # Import it before mindnlp: it makes MindNLP run on this MindSpore.
 import mindnlp_dp as dp
+from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
 from mindnlp_dp.language_modeling.conversations import Conversation, Message
 from mindnlp_dp.language_modeling.rows import Collator, TokenRows
 from mindnlp_dp.language_modeling.templates import plain
-from mindnlp_dp.language_modeling.tokenization import encode, pretrained_tokenizer
+from mindnlp_dp.language_modeling.tokenization import encode
 
 import mindspore  # isort: skip
 from mindnlp.peft import LoraConfig, get_peft_model  # isort: skip

@@ -75,6 +75,7 @@ KINDS = {
     "gemma base": (GEMMA, "<eos>", (), "gemma"),
     "llama3": (LLAMA3, "<|eot_id|>", ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"), "llama3"),
     "mistral": (("<unk>", "<s>", "</s>"), "</s>", (), "mistral"),
+    "mistral base": (("<unk>", "<s>", "</s>"), "</s>", (), None),
 }
 WORDS = ("red", "blue", "pink", "green", "black", "white")
 
@@ -93,8 +94,9 @@ def save_untrained(kind, folder, template=None):
             single=f"{first} $A", special_tokens=[(first, bpe.token_to_id(first))]
         )
     tokenizer = transformers_api().PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, eos_token=eos, bos_token=first, clean_up_tokenization_spaces=False
-    )
+        tokenizer_object=bpe._tokenizer, eos_token=eos, bos_token=first, clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
     tokenizer.chat_template = TEMPLATES.get(template or own)
     set_seed(1)
     if kind == "gpt2":
@@ -147,6 +149,7 @@ CASES = {
     "gemma base": ("tokenizer", "<end_of_turn>"),
     "llama3": ("tokenizer", "<|eot_id|>"),
     "mistral": ("tokenizer", "</s>"),
+    "mistral base": ("chatml", "<|im_end|>"),
 }
 
 
@@ -158,3 +161,12 @@ def train(monkeypatch, tmp_path, kind):
         save_untrained(kind, tmp_path / "base")
         flags += ["--model", tmp_path / "base"]
     return run(monkeypatch, tmp_path, *flags), end
+
+
+def train_adapters(monkeypatch, folder, kind, *flags):
+    """Train adapters for an untrained model of a kind; return their folder."""
+    save_untrained(kind, folder / "base")
+    template = "plain" if kind == "gpt2" else "chatml"
+    words = ["--model", folder / "base", "--lora-rank", 4, "--template", template, "--lora-alpha", 32, *flags]
+    run(monkeypatch, folder, *words)
+    return folder / "out/model"

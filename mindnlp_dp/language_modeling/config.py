@@ -37,6 +37,8 @@ class LanguageModelingConfig(ParallelConfig):
     lora_targets: str = setting(
         "", "names of the layers with adapters, such as q_proj,v_proj; empty: all linear layers"
     )
+    use_rslora: bool = setting(False, "rank-stabilized LoRA: multiply by lora_alpha / sqrt(lora_rank) instead")
+    use_dora: bool = setting(False, "DoRA: also train the norms of the layers' weights")
     num_epochs: float = setting(5.0, "passes over the training split")
     global_batch_size: int = setting(16, "number of rows in an update, over all ranks")
     eval_batch_size: int = setting(16, "number of rows of a rank in one evaluation step")
@@ -70,6 +72,8 @@ class LanguageModelingConfig(ParallelConfig):
             raise InputError(
                 f"lora_rank is for a trained model; train the model {FROM_SCRATCH!r} first, and pass --model FOLDER"
             )
+        if (self.use_rslora or self.use_dora) and not self.lora_rank:
+            raise InputError("use_rslora and use_dora change LoRA's adapters, and lora_rank is 0")
         if not 0 <= self.lora_dropout < 1:
             raise InputError(f"lora_dropout must be from 0 to 1, got {self.lora_dropout}")
         if self.vocab_size < SMALLEST_VOCABULARY:

@@ -5,13 +5,16 @@ Rank 0 alone calls :func:`prepare_task`, and the other ranks receive its result.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from mindnlp_dp.finetuning.saved_model import adapters_of, load_causal_lm
 from mindnlp_dp.finetuning.settings import InputError
-from mindnlp_dp.finetuning.tokenizers import as_pretrained
+from mindnlp_dp.finetuning.tokenizers import as_pretrained, encoded_text, pretrained_tokenizer
 from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import Conversation, read_conversations, topics_of_python
@@ -23,11 +26,10 @@ from mindnlp_dp.language_modeling.tokenization import (
     SPECIAL_TOKENS,
     add_control_tokens,
     encode,
-    encoded_text,
     end_of_turn,
-    pretrained_tokenizer,
     train_tokenizer,
 )
+from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
 # Model types with a class for causal language models that is one only if ``is_decoder`` is set.
@@ -146,8 +148,14 @@ def _of_tiny_model(config: LanguageModelingConfig, tokenizer_json: str) -> Any:
 def _of_pretrained(config: LanguageModelingConfig) -> tuple[Any, list[str]]:
     """Return the tokenizer of a pretrained model, and the template's tokens that were added to it."""
     tokenizer, _ = pretrained_tokenizer(config.model)
+    adapters = adapters_of(config.model)
+    if adapters is not None and config.lora_rank not in (0, adapters["r"]):
+        raise InputError(
+            f"{config.model} has adapters of rank {adapters['r']}, which are trained further; leave out --lora-rank, "
+            "or pass the model that they belong to, for new adapters"
+        )
     added = add_control_tokens(tokenizer, templates.CONTROL_TOKENS.get(config.template, ()))
-    if added and config.lora_rank:
+    if added and (config.lora_rank or adapters is not None):
         raise InputError(
             f"{config.model} has no token {added[0]}, and LoRA does not train the embeddings of new tokens; choose "
             "another --template, or train all weights (--lora-rank 0)"
@@ -178,13 +186,7 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
             )
         )
     else:
-        try:
-            model = library.AutoModelForCausalLM.from_pretrained(config.model)
-        except Exception as error:  # noqa: BLE001
-            first = str(error).partition("\n")[0]
-            raise InputError(
-                f"the model {config.model} cannot be loaded: {first}; without a network pass a folder"
-            ) from None
+        model = load_causal_lm(config.model, is_trainable=True)
     if task.is_extended and task.vocab_size > model.config.vocab_size:
         model.resize_token_embeddings(task.vocab_size)
     _set_ends(model.generation_config, task.ends)
@@ -203,7 +205,7 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
         raise InputError(
             f"max_length ({config.max_length}) is more than the {positions} tokens that {config.model} takes"
         )
-    return _with_lora(model, config) if config.lora_rank else model
+    return _with_lora(model, config) if config.lora_rank and not has_adapters(model) else model
 
 
 def _set_ends(generation: Any, ends: list[int]) -> None:
@@ -233,7 +235,10 @@ def _with_lora(model: Any, config: LanguageModelingConfig) -> Any:
         model,
         LoraConfig(
             task_type="CAUSAL_LM", r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-            target_modules=targets, fan_in_fan_out=model.config.model_type == "gpt2",
+            target_modules=targets, fan_in_fan_out=model.config.model_type == "gpt2", use_rslora=config.use_rslora,
+            use_dora=config.use_dora,
+            # The adapters name their model, also for a command in another folder.
+            base_model_name_or_path=str(Path(config.model).resolve()) if Path(config.model).exists() else config.model,
         ),
     )  # fmt: skip
 
@@ -245,5 +250,9 @@ def save_tokenizer(config: LanguageModelingConfig, task: LanguageModelingTask, f
     else:
         tokenizer, _ = _of_pretrained(config)
     if config.template in templates.CHAT_TEMPLATES:
-        tokenizer.chat_template = templates.CHAT_TEMPLATES[config.template]
+        # apply_chat_template() does not add the tokens that the tokenizer puts in front of a text.
+        encoding = tokenizer.backend_tokenizer.encode("a")
+        added = itertools.takewhile(lambda token: token[1] == (0, 0), zip(encoding.tokens, encoding.offsets))
+        first = "".join(token for token, _ in added)
+        tokenizer.chat_template = first + templates.CHAT_TEMPLATES[config.template]
     tokenizer.save_pretrained(folder)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
 if not is_0_5:
     from mindspore import Tensor
 
-    from mindnlp_dp.language_modeling.tokenization import pretrained_tokenizer
+    from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
     from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
 

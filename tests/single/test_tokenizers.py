@@ -13,7 +13,8 @@ from library import is_0_5
 from tokenizers import Tokenizer
 
 from mindnlp_dp.finetuning.settings import InputError
-from mindnlp_dp.language_modeling.tokenization import add_control_tokens, pretrained_tokenizer
+from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
+from mindnlp_dp.language_modeling.tokenization import add_control_tokens
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
 TEXTS = tokenizer_kinds.texts()

@@ -21,7 +21,9 @@ from library import is_0_5
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.directory import checkpoints_in
-from mindnlp_dp.language_modeling.tokenization import pretrained_tokenizer
+from mindnlp_dp.commands.main import main
+from mindnlp_dp.finetuning.saved_model import load_causal_lm
+from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
 from models import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 writes these files itself")]
@@ -215,3 +217,21 @@ def test_an_answer_ends_where_it_should_in_transformers(monkeypatch, tmp_path, t
     done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "answers.json").read_text()) == [f"{word} it is{end}" for word in words.split()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("qwen base", []), ("qwen base", ["--use-rslora"]), ("qwen base", ["--use-dora"]), ("gpt2", ["--use-dora"])],
+    ids=str,
+)
+def test_adapters_and_the_model_that_they_are_merged_into_open_with_one_result(
+    monkeypatch, tmp_path, torch_python, kind, flags
+):
+    folder = chat_models.train_adapters(monkeypatch, tmp_path, kind, *flags, "--max-steps", 20)
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "merged"), "--merge-lora"]) == 0
+    rows = np.arange(4, 24).reshape(2, 10)
+    expected = logits_by_mindnlp(load_causal_lm(str(folder)), rows)
+    found = logits_by_torch(torch_python, tmp_path / "merged", rows, tmp_path)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    found = logits_by_torch(torch_python, tmp_path / "base", rows, tmp_path, adapters=folder)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
