@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig
 from mindnlp_dp.runtime.versions import mindnlp_series
 
 
-def with_lora(model: Any, config: ParallelConfig, task_type: str) -> Any:
-    """Return the model with adapters in its linear layers, or in those that the settings name.
+def with_lora(model: Any, name: str, config: ParallelConfig, task_type: str) -> Any:
+    """Return the model ``name`` with adapters in its linear layers, or in those that the settings name.
 
     The head of a classifier (``SEQ_CLS``) has none: it is new, and all its weights are trained and saved.
 
@@ -38,6 +39,9 @@ def with_lora(model: Any, config: ParallelConfig, task_type: str) -> Any:
         model,
         peft.LoraConfig(
             task_type=task_type, r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-            target_modules=targets, fan_in_fan_out=model.config.model_type == "gpt2",
+            target_modules=targets, fan_in_fan_out=model.config.model_type == "gpt2", use_rslora=config.use_rslora,
+            use_dora=config.use_dora,
+            # The adapters name their model, also for a command in another folder.
+            base_model_name_or_path=str(Path(name).resolve()) if Path(name).exists() else name,
         ),
     )  # fmt: skip

@@ -111,6 +111,8 @@ class ParallelConfig(RunConfig):
     lora_targets: str = setting(
         "", "names of the layers with adapters, such as q_proj,v_proj; empty: all linear layers"
     )
+    use_rslora: bool = setting(False, "rank-stabilized LoRA: multiply by lora_alpha / sqrt(lora_rank) instead")
+    use_dora: bool = setting(False, "DoRA: also train the norms of the layers' weights")
     optimizer: str = setting("adamw", "adamw; or lamb or lars, for large batches")
     save_steps: int = setting(0, "number of updates between two checkpoints, of which the last two are kept; 0: none")
     async_save: bool = setting(False, "write checkpoints while training continues; needs their size in memory")
@@ -178,6 +180,8 @@ class ParallelConfig(RunConfig):
             "micro_batch_size", "save_steps", "eval_steps", "early_stopping", "lora_rank",
         ):  # fmt: skip
             self.check_at_least(0, name)
+        if (self.use_rslora or self.use_dora) and not self.lora_rank:
+            raise InputError("use_rslora and use_dora change LoRA's adapters, and lora_rank is 0")
         if not 0 <= self.lora_dropout < 1:
             raise InputError(f"lora_dropout must be from 0 to 1, got {self.lora_dropout}")
         if self.metric_to_keep and self.save_steps and (not self.eval_steps or self.save_steps % self.eval_steps):

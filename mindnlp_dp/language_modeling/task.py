@@ -5,6 +5,7 @@ Rank 0 alone calls :func:`prepare_task`, and the other ranks receive its result.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -13,7 +14,9 @@ from tokenizers import Tokenizer
 
 from mindnlp_dp.finetuning.arguments import chosen, held_out
 from mindnlp_dp.finetuning.lora import with_lora
+from mindnlp_dp.finetuning.saved_model import adapters_of, load_causal_lm
 from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.tokenizers import as_pretrained, encoded_text, pretrained_tokenizer
 from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import Conversation, read_conversations, topics_of_python
@@ -22,11 +25,13 @@ from mindnlp_dp.language_modeling.tokenization import (
     BOS,
     EOS,
     PAD,
+    SPECIAL_TOKENS,
+    add_control_tokens,
     encode,
-    encoded_text,
-    pretrained_tokenizer,
+    end_of_turn,
     train_tokenizer,
 )
+from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
 # Model types with a class for causal language models that is one only if ``is_decoder`` is set.
@@ -48,19 +53,23 @@ class LanguageModelingTask:
 
     Attributes:
         pad: the token that fills rows up.
-        eos: the token that ends a text; None if the tokenizer has none.
+        ends: the tokens that end what the assistant says: the template's, and the tokenizer's.
+        is_extended: whether tokens were added to the tokenizer of a pretrained model.
         num_truncated: number of texts that were truncated.
         num_without_labels: number of texts that were left out, because nothing that counts was left of them.
+        ignored_keys: keys of the files' lines that are not used.
     """
 
     train: TokenRows
     test: TokenRows
     tokenizer_json: str
     pad: int
-    eos: Optional[int]
+    ends: list[int]
+    is_extended: bool = False
     prompts: list[Prompt] = field(default_factory=list)
     num_truncated: int = 0
     num_without_labels: int = 0
+    ignored_keys: list[str] = field(default_factory=list)
 
     @property
     def vocab_size(self) -> int:
@@ -99,18 +108,25 @@ def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSpli
     """
     read = read or read_splits(config)
     splits = read.train, read.test
-    tokenizer, fast, eos, pad = _tokenizer(config, splits[0])
+    if config.model == FROM_SCRATCH:
+        texts = [message.content or "" for conversation in splits[0] for message in conversation]
+        tokenizer = _of_tiny_model(config, train_tokenizer(texts, config.vocab_size).to_str())
+        added: list[str] = []
+    else:
+        tokenizer, added = _of_pretrained(config)
+    fast = tokenizer.backend_tokenizer
     template = (
         templates.of_tokenizer(tokenizer) if config.template == "tokenizer" else templates.BY_NAME[config.template]
     )
-    # A tokenizer's own template has the tokens that begin and end a text.
+    # A tokenizer's own template has the token that begins a text.
     has_own_marks = config.template == "tokenizer"
+    end, eos = end_of_turn(splits[0][0], template, fast), tokenizer.eos_token_id
     num_truncated = num_without_labels = 0
     rows = []
     for conversations, name in zip(splits, ("training", "held-out")):
         encoded = [
             encode(
-                each, template, fast, None if has_own_marks else eos, config.max_length,
+                each, template, fast, eos if end is None else None, config.max_length,
                 adds_special_tokens=not has_own_marks,
             )
             for each in conversations
@@ -127,21 +143,16 @@ def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSpli
     prompts = [
         _prompt(each, template, fast, adds_special_tokens=not has_own_marks) for each in splits[1][: config.num_samples]
     ]
-    return LanguageModelingTask(
-        rows[0], rows[1], fast.to_str(), pad, eos, prompts, num_truncated, num_without_labels
-    )  # fmt: skip
-
-
-def _tokenizer(config: LanguageModelingConfig, train: list[Conversation]) -> tuple[Any, Tokenizer, Optional[int], int]:
-    """Return the tokenizer (None for the tiny model), its fast form, and its tokens for the end and for padding."""
-    if config.model == FROM_SCRATCH:
-        texts = [message.content for conversation in train for message in conversation]
-        return None, train_tokenizer(texts, config.vocab_size), EOS, PAD
-    tokenizer, fast = pretrained_tokenizer(config.model)
-    eos = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
-    # Padding has no labels and is not seen, so that any token will do.
-    return tokenizer, fast, eos, pad if pad is not None else eos if eos is not None else 0
+    return LanguageModelingTask(
+        rows[0], rows[1], fast.to_str(),
+        # Padding has no labels and is not seen, so that any token will do.
+        pad=pad if pad is not None else eos if eos is not None else 0,
+        ends=[token for token in dict.fromkeys((end, eos)) if token is not None],
+        is_extended=bool(added), prompts=prompts, num_truncated=num_truncated,
+        num_without_labels=num_without_labels,
+        ignored_keys=sorted({str(key) for split in splits for each in split for key in each.ignored}),
+    )  # fmt: skip
 
 
 def _prompt(
@@ -149,7 +160,31 @@ def _prompt(
 ) -> Prompt:
     text = templates.prompt_of(conversation, template)
     encoding, length = encoded_text(text, fast, adds_special_tokens=adds_special_tokens)
-    return Prompt(text, list(encoding.ids[:length]), conversation[-1].content)
+    return Prompt(text, list(encoding.ids[:length]), conversation[-1].content or "")
+
+
+def _of_tiny_model(config: LanguageModelingConfig, tokenizer_json: str) -> Any:
+    pad, bos, eos = SPECIAL_TOKENS[:3]
+    positions = config.max_length + config.max_new_tokens
+    return as_pretrained(tokenizer_json, positions, pad_token=pad, bos_token=bos, eos_token=eos)
+
+
+def _of_pretrained(config: LanguageModelingConfig) -> tuple[Any, list[str]]:
+    """Return the tokenizer of a pretrained model, and the template's tokens that were added to it."""
+    tokenizer, _ = pretrained_tokenizer(config.model)
+    adapters = adapters_of(config.model)
+    if adapters is not None and config.lora_rank not in (0, adapters["r"]):
+        raise InputError(
+            f"{config.model} has adapters of rank {adapters['r']}, which are trained further; leave out --lora-rank, "
+            "or pass the model that they belong to, for new adapters"
+        )
+    added = add_control_tokens(tokenizer, templates.CONTROL_TOKENS.get(config.template, ()))
+    if added and (config.lora_rank or adapters is not None):
+        raise InputError(
+            f"{config.model} has no token {added[0]}, and LoRA does not train the embeddings of new tokens; choose "
+            "another --template, or train all weights (--lora-rank 0)"
+        )
+    return tokenizer, added
 
 
 def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> Any:
@@ -175,13 +210,10 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
             )
         )
     else:
-        try:
-            model = library.AutoModelForCausalLM.from_pretrained(config.model)
-        except Exception as error:  # noqa: BLE001
-            first = str(error).partition("\n")[0]
-            raise InputError(
-                f"the model {config.model} cannot be loaded: {first}; without a network pass a folder"
-            ) from None
+        model = load_causal_lm(config.model, is_trainable=True)
+    if task.is_extended and task.vocab_size > model.config.vocab_size:
+        model.resize_token_embeddings(task.vocab_size)
+    _set_ends(model.generation_config, task.ends)
     kind = model.config.model_type
     if kind in ENCODERS and not getattr(model.config, "is_decoder", False):
         raise InputError(f"{config.model} is a {kind}, in which tokens see later ones; pass a causal language model")
@@ -197,16 +229,31 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
         raise InputError(
             f"max_length ({config.max_length}) is more than the {positions} tokens that {config.model} takes"
         )
-    return with_lora(model, config, "CAUSAL_LM") if config.lora_rank else model
+    if not config.lora_rank or has_adapters(model):
+        return model
+    return with_lora(model, config.model, config, "CAUSAL_LM")
+
+
+def _set_ends(generation: Any, ends: list[int]) -> None:
+    """Let any of the tokens end what is generated, beside the model's own, in the report and from the saved folder."""
+    own = generation.eos_token_id
+    own = own if isinstance(own, list) else [own] if own is not None else []
+    if not set(ends) <= set(own):
+        generation.eos_token_id = [*dict.fromkeys([*ends, *own])]
+        # Without this, Transformers takes the tokens of config.json instead.
+        generation._from_model_config = False
 
 
 def save_tokenizer(config: LanguageModelingConfig, task: LanguageModelingTask, folder: str) -> None:
     """Write the tokenizer into the model's folder, from which ``--model FOLDER`` loads it again."""
     if config.model == FROM_SCRATCH:
-        tokenizer = transformers_api().PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(task.tokenizer_json), pad_token="<pad>", bos_token="<s>",
-            eos_token="</s>",
-        )  # fmt: skip
-        tokenizer.save_pretrained(folder)
+        tokenizer = _of_tiny_model(config, task.tokenizer_json)
     else:
-        pretrained_tokenizer(config.model)[0].save_pretrained(folder)
+        tokenizer, _ = _of_pretrained(config)
+    if config.template in templates.CHAT_TEMPLATES:
+        # apply_chat_template() does not add the tokens that the tokenizer puts in front of a text.
+        encoding = tokenizer.backend_tokenizer.encode("a")
+        added = itertools.takewhile(lambda token: token[1] == (0, 0), zip(encoding.tokens, encoding.offsets))
+        first = "".join(token for token, _ in added)
+        tokenizer.chat_template = first + templates.CHAT_TEMPLATES[config.template]
+    tokenizer.save_pretrained(folder)

@@ -20,6 +20,7 @@ from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.text_classification.config import FROM_SCRATCH, FinetuneConfig
 from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan
+from mindnlp_dp.text_classification.results import make_report, summary
 from mindnlp_dp.text_classification.task import (
     TextClassificationTask,
     as_dataset,
@@ -36,9 +37,8 @@ def main() -> None:
         config = follow_plan(parse_config(FinetuneConfig, description=__doc__))
         model = "" if config.model == FROM_SCRATCH else config.model
         splits = check_files(config, model, lambda: read_splits(config))
-        # Imported here because both import MindSpore, which takes seconds: errors in files and flags come before.
+        # Imported here because it imports MindSpore, which takes seconds: errors in files and flags come before.
         from mindnlp_dp.finetuning import job
-        from mindnlp_dp.text_classification.results import summary
 
         group, mesh = job.join(config)
         args = training_arguments(config, mesh, label_smoothing_factor=config.label_smoothing)
@@ -60,7 +60,6 @@ def train(
     from mindnlp_dp.finetuning import job
     from mindnlp_dp.text_classification.predictions import write_predictions
     from mindnlp_dp.text_classification.recorder import RunRecorder
-    from mindnlp_dp.text_classification.results import make_report
     from mindnlp_dp.text_classification.trainer import balanced_weights, make_trainer, trimmed
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 

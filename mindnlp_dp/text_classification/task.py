@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
@@ -18,6 +17,7 @@ from mindnlp_dp.finetuning.arguments import chosen, held_out
 from mindnlp_dp.finetuning.files import read_rows
 from mindnlp_dp.finetuning.lora import with_lora
 from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.tokenizers import as_pretrained
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 from mindnlp_dp.text_classification import hub, pretrained
 from mindnlp_dp.text_classification.cldr import cldr_phrases
@@ -118,7 +118,11 @@ def _read(config: TaskConfig) -> tuple[Examples, Examples, str, str]:
 def save_tokenizer(config: TaskConfig, task: TextClassificationTask, folder: str) -> None:
     """Write the tokenizer into the model's folder."""
     if task.tokenizer_json:
-        Tokenizer.from_str(task.tokenizer_json).save(str(Path(folder) / "tokenizer.json"))
+        tokenizer = as_pretrained(
+            task.tokenizer_json, config.max_length, bos_token="<s>", eos_token="</s>", cls_token="<s>",
+            sep_token="</s>", pad_token="<pad>", unk_token="<unk>", mask_token="<mask>",
+        )  # fmt: skip
+        tokenizer.save_pretrained(folder)
     else:
         pretrained.load_tokenizer(config.model).save_pretrained(folder)
 
@@ -142,7 +146,9 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
             print(f"{config.model} was trained for other labels: the classifier gets a new head")
     model.config.id2label = dict(enumerate(task.label_names))
     model.config.label2id = {name: i for i, name in enumerate(task.label_names)}
-    return with_lora(model, config, "SEQ_CLS") if isinstance(config, FinetuneConfig) and config.lora_rank else model
+    if isinstance(config, FinetuneConfig) and config.lora_rank:
+        return with_lora(model, config.model, config, "SEQ_CLS")
+    return model
 
 
 def build_roberta(config: TaskConfig, vocab_size: int, num_labels: int) -> Any:

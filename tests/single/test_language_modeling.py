@@ -13,17 +13,18 @@ from tokenizers.processors import TemplateProcessing
 
 import mindnlp_dp as dp
 from mindnlp_dp.finetuning.settings import InputError, parse_config
+from mindnlp_dp.finetuning.tokenizers import encoded_text
 from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.config import LanguageModelingConfig
-from mindnlp_dp.language_modeling.conversations import Message, read_conversations, topics_of_python
+from mindnlp_dp.language_modeling.conversations import Conversation, Message, read_conversations, topics_of_python
 from mindnlp_dp.language_modeling.rows import Collator, TokenRows, pack
 from mindnlp_dp.language_modeling.task import build_model, prepare_task
-from mindnlp_dp.language_modeling.tokenization import encode, encoded_text, train_tokenizer
+from mindnlp_dp.language_modeling.tokenization import encode, train_tokenizer
 
-CHAT = (
+CHAT = Conversation((
     Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4"),
     Message("user", "And 3 + 3?"), Message("assistant", "6"),
-)  # fmt: skip
+))  # fmt: skip
 needs_0_4 = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
 
 
@@ -40,6 +41,14 @@ def test_conversations_are_read_in_both_forms(tmp_path):
     ]  # fmt: skip
 
 
+def said(content, role="assistant", **more):
+    return {"role": role, "content": content, **more}
+
+
+def call(name, arguments):
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -50,9 +59,19 @@ def test_conversations_are_read_in_both_forms(tmp_path):
         ([1], "line 2: expected prompt"),
         ({"messages": []}, "line 2: messages must be a list of messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the last message must be the assistant's"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "line 2: a role is one of system, user, assistant"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "line 2: a role is one of system, user, assistant, tool"),
         ('{"prompt": "\\ud83d", "completion": "b"}', "line 2: not JSON: 'utf-8' codec can't encode"),
         ({"messages": [{"role": "user"}]}, "line 2: a message has role and content"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "line 2: content must be a text, or null beside tool"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "line 2: content must be a text, or null beside"),
+        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "line 2: weight is 0 or 1, and 1 for the as"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "line 2: weight is 0 or 1"),
+        ({"messages": [{"role": "user", "content": "a", "loss": 1}]}, "line 2: a message has the key 'loss'; known"),
+        ({"messages": [said("a", tool_calls=[{"function": "f"}])]}, "line 2: a call in tool_calls has a function"),
+        ({"messages": [said("a", tool_calls="f()")]}, 'line 2: tool_calls must be a list of calls; got "f'),
+        ({"messages": [said("a", tool_calls=[call("f", "x=1")])]}, 'line 2: arguments must be an object; got "x=1"'),
+        ({"messages": [said("a")], "tools": {"name": "f"}}, "line 2: tools must be a list of functions; got"),
+        ({"messages": [said("a")], "mask_history": "yes"}, 'line 2: mask_history must be true or false, got "yes"'),
     ],
 )
 def test_wrong_lines_are_named(tmp_path, row, message):
@@ -89,7 +108,7 @@ def test_templates_count_what_the_assistant_says():
     class Tokenizer:
         chat_template = "its own"
 
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+        def apply_chat_template(self, messages, tokenize, tools=None, add_generation_prompt=False):
             said = "".join(f"[{message['role'][0]}] {message['content']};" for message in messages)
             return said + "[a] " * add_generation_prompt
 
@@ -118,7 +137,7 @@ def test_labels_are_the_completions_tokens(name):
 
 def test_tokens_that_a_tokenizer_adds():
     tokenizer = train_tokenizer(["2 + 2? 4"] * 3, 270)
-    conversation = (Message("user", "2 + 2?"), Message("assistant", " 4"))
+    conversation = Conversation((Message("user", "2 + 2?"), Message("assistant", " 4")))
     plain, labels, _ = encode(conversation, templates.plain, tokenizer, 2, 500)
     tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     ids, with_labels, _ = encode(conversation, templates.plain, tokenizer, 2, 500)
@@ -135,7 +154,9 @@ def test_tokens_that_a_tokenizer_adds():
 
 def test_a_completion_that_begins_the_text_has_no_label_there():
     tokenizer = train_tokenizer(["abc"] * 3, 270)
-    ids, labels, _ = encode((Message("user", ""), Message("assistant", "abc")), templates.plain, tokenizer, 2, 9)
+    ids, labels, _ = encode(
+        Conversation([Message("user", ""), Message("assistant", "abc")]), templates.plain, tokenizer, 2, 9
+    )
     assert labels[0] == -100
     assert labels[1:].tolist() == ids[1:].tolist()
 
@@ -213,6 +234,7 @@ def test_the_manuals_topics():
         (["--lora-rank", "2"], "lora_rank is for a trained model"),
         (["--fused-cross-entropy", "yes"], "fused_cross_entropy must be auto, true or false"),
         (["--lora-rank", "-1"], "lora_rank must be at least 0"),
+        (["--model", "x", "--use-dora"], "use_rslora and use_dora change LoRA's adapters, and lora_rank is 0"),
         (["--lora-dropout", "1"], "lora_dropout must be from 0 to 1"),
         (["--mesh", "tp=2", "--zero-stage", "3"], "zero_stage must be one of"),
     ],
@@ -265,8 +287,6 @@ def test_a_whole_job_and_lora_from_its_model(tmp_path, monkeypatch, capsys):
         "--template",
         "chatml",
     )
-    with pytest.raises(SystemExit, match="has adapters, and no model"):
-        run("--model", tmp_path / "lora" / "model")
     saved = tmp_path / "lora" / "model"
     assert (saved / "adapter_model.ckpt").is_file()
     # The file that PEFT on PyTorch reads.
