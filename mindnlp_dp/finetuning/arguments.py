@@ -92,6 +92,17 @@ def chosen(num_samples: int, most: int, seed: int) -> np.ndarray:
     return np.sort(np.random.default_rng(seed).permutation(num_samples)[:most])
 
 
+def repeated(num_samples: int, weight: float, seed: int) -> np.ndarray:
+    """Return the numbers of the samples, each as often as ``weight`` says; its fraction is of samples chosen at random.
+
+    >>> repeated(2, 2.5, 0).tolist() in ([0, 1, 0, 1, 0], [0, 1, 0, 1, 1])
+    True
+    """
+    part = round(num_samples * (weight % 1))
+    all_of_them = np.tile(np.arange(num_samples), int(weight))
+    return np.concatenate([all_of_them, chosen(num_samples, part, seed)[: part or 0]])
+
+
 def held_out(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     """Return which samples are held out, bool of shape (samples,): this fraction of each label, chosen at random.
 

@@ -21,6 +21,8 @@ Row = tuple[int, dict[str, Any]]
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 LONGEST_SHOWN = 60
+# Encodings of mainframes, which fit almost any bytes.
+EBCDIC = ["cp037", "cp1026", "cp1140", "cp273", "cp424", "cp500", "cp875"]
 TSV_LINE_BREAKS = (
     "; quotes are text in TSV, so that no field can hold a line break: if one does, save the file as CSV or JSON lines"
 )
@@ -59,6 +61,26 @@ def read_rows(path: str) -> Iterator[Row]:
         raise _other_encoding(path, Path(path).read_bytes()) from None
 
 
+def weighted_files(names: str) -> list[tuple[str, float]]:
+    """Return the files of a setting, and how often each is read per epoch.
+
+    >>> weighted_files("a.jsonl"), weighted_files("a.jsonl:0.5, b.jsonl")
+    ([('a.jsonl', 1.0)], [('a.jsonl', 0.5), ('b.jsonl', 1.0)])
+    """
+    if names and Path(names).exists():
+        return [(names, 1.0)]
+    found = []
+    for part in filter(None, map(str.strip, names.split(","))):
+        path, _, weight = part.rpartition(":")
+        try:
+            found.append((path, float(weight)) if path else (part, 1.0))
+        except ValueError:
+            found.append((part, 1.0))
+        if not 0 < found[-1][1] <= 100:
+            raise InputError(f"{part}: the weight of a file is above 0 and at most 100, as in a.jsonl:0.5,b.jsonl:2")
+    return found
+
+
 def shown(value: Any) -> str:
     """Return a value as JSON of at most one short line, for messages."""
     text = json.dumps(value, ensure_ascii=False, default=str)
@@ -74,7 +96,7 @@ def _other_encoding(path: str, content: bytes) -> InputError:
         content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-    found = [match.encoding for match in from_bytes(content[:100_000])]
+    found = [match.encoding for match in from_bytes(content[:100_000], cp_exclusion=EBCDIC)]
     if not found:
         return InputError(f"{path}, line {line}: not UTF-8, nor another known encoding; save the file as UTF-8")
     # Several encodings fit a short text. GB 18030, which includes GBK, is the most frequent of them.

@@ -15,7 +15,7 @@ class LanguageModelingConfig(ParallelConfig):
     """The settings of scripts/finetune_llm.py: data, model, LoRA, and those of every run."""
 
     train_file: str = setting(
-        "", "JSON lines with prompt and completion, or messages; empty: topics of Python's manual"
+        "", "prompts and completions, messages, Alpaca, ShareGPT or texts; several as a.json:0.5,b.csv; empty: a manual"
     )
     test_file: str = setting("", "the held-out split, in the same form")
     template: str = setting("plain", "plain: prompt and completion; chatml; alpaca; tokenizer: the tokenizer's own")

@@ -1,4 +1,4 @@
-"""This module reads conversations from JSON lines: prompt and completion, or a list of messages.
+"""This module reads conversations from rows of a file: prompt and completion, a list of messages, or a text.
 
 Without files, the conversations are topics of Python's manual, which every CPython brings: the data needs no download.
 """
@@ -9,17 +9,18 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Optional
 
+from mindnlp_dp.finetuning.files import read_rows
+from mindnlp_dp.finetuning.files import shown as _shown
 from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.language_modeling.forms import KEYS, messages_of
 
 ROLES = ("system", "user", "assistant", "tool")
 # Keys of a message beside its role and content. Only a tokenizer's own template can write those but "weight".
 MESSAGE_KEYS = ("weight", "reasoning_content", "tool_calls", "tool_call_id", "name")
-ROW_KEYS = ("prompt", "completion", "messages", "tools", "mask_history")
+ROW_KEYS = (*KEYS, "tools", "mask_history", "text")
 HELD_OUT_PERCENT = 8
-LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -46,59 +47,53 @@ class Conversation(tuple[Message, ...]):
         tools: the functions that the assistant may call, as JSON schemas.
         where: the file and line, for errors.
         ignored: keys of the line that are not used.
+        is_document: whether it is a text without roles, which is the content of its only message.
     """
 
     tools: Sequence[Any] = ()
     where: str = "a conversation"
     ignored: frozenset[str] = frozenset()
+    is_document: bool = False
 
 
 def read_conversations(path: str) -> list[Conversation]:
-    """Read one conversation per line: ``{"prompt": ..., "completion": ...}``, or ``{"messages": [...]}``.
+    """Read a conversation from each row of a file: JSON (lines or a list), CSV, TSV or Parquet.
+
+    A row is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``, has Alpaca's or ShareGPT's keys, or is
+    ``{"text": ...}``, a text without roles, all of which counts.
 
     The messages have ``role`` and ``content``, as for the chat templates of Transformers, and ``MESSAGE_KEYS``; the
     last one is the assistant's. Beside them, ``tools`` are functions that it may call, and with ``mask_history`` the
     loss counts its last message only.
 
     Raises:
-        InputError: the file is missing, not UTF-8 or empty, or a line has another form; the message has its number.
+        InputError: the file cannot be read or is empty, or a row has another form; the message has its line.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise InputError(f"{path}: the file does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as UTF-8: {error}") from None
-    found = [_conversation(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    found = [_conversation(row, f"{path}, line {line}") for line, row in read_rows(path)]
     if not found:
         raise InputError(f"{path} has no lines")
     return found
 
 
-def _conversation(line: str, where: str) -> Conversation:
-    try:
-        row = json.loads(line)
-        # JSON may have halves of a character, which no tokenizer takes.
-        json.dumps(row, ensure_ascii=False).encode()
-    except ValueError as error:
-        raise InputError(f"{where}: not JSON: {error}") from None
-    if isinstance(row, Mapping) and "messages" in row:
-        messages = row["messages"]
-        if not isinstance(messages, list) or not messages:
-            raise InputError(f"{where}: messages must be a list of messages, got {_shown(messages)}")
-        found = [_message(message, where) for message in messages]
-        if found[-1].role != "assistant":
-            raise InputError(f"{where}: the last message must be the assistant's, got {found[-1].role!r}")
-    else:
-        prompt, completion = [row.get(key) if isinstance(row, Mapping) else None for key in ("prompt", "completion")]
-        if not isinstance(prompt, str) or not isinstance(completion, str) or not completion:
-            raise InputError(f"{where}: expected prompt and completion, two texts, or messages; got {_shown(row)}")
-        found = [Message("user", prompt), Message("assistant", completion)]
+def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
+    messages = messages_of(row, where)
+    is_document = messages is None and isinstance(row.get("text"), str) and bool(row["text"].strip())
+    if is_document:
+        messages = [{"role": "assistant", "content": row["text"]}]
+    if messages is None:
+        raise InputError(
+            f"{where}: expected prompt and completion, messages, instruction and output, conversations, or text; "
+            f"got {_shown(row)}"
+        )
+    found = [_message(message, where) for message in messages]
+    if found[-1].role != "assistant":
+        raise InputError(f"{where}: the last message must be the assistant's, got {found[-1].role!r}")
     masks = row.get("mask_history", False)
     if not isinstance(masks, bool):
         raise InputError(f"{where}: mask_history must be true or false, got {_shown(masks)}")
     conversation = Conversation(only_last_counted(found) if masks else found)
     conversation.where, conversation.ignored = where, frozenset(row).difference(ROW_KEYS)
+    conversation.is_document = is_document
     conversation.tools = _from_json(row.get("tools") or [], list, f"{where}: tools must be a list of functions")
     return conversation
 
@@ -151,11 +146,6 @@ def _from_json(value: Any, kind: type, expected: str) -> Any:
     if not isinstance(parsed, kind):
         raise InputError(f"{expected}; got {_shown(value)}")
     return parsed
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def topics_of_python() -> tuple[list[Conversation], list[Conversation]]:

@@ -12,7 +12,8 @@ from typing import Any, Optional
 import numpy as np
 from tokenizers import Tokenizer
 
-from mindnlp_dp.finetuning.arguments import chosen, held_out
+from mindnlp_dp.finetuning.arguments import chosen, held_out, repeated
+from mindnlp_dp.finetuning.files import weighted_files
 from mindnlp_dp.finetuning.lora import with_lora
 from mindnlp_dp.finetuning.saved_model import adapters_of, load_causal_lm
 from mindnlp_dp.finetuning.settings import InputError
@@ -28,6 +29,7 @@ from mindnlp_dp.language_modeling.tokenization import (
     SPECIAL_TOKENS,
     add_control_tokens,
     encode,
+    encode_document,
     end_of_turn,
     train_tokenizer,
 )
@@ -91,13 +93,22 @@ def read_splits(config: LanguageModelingConfig) -> ConversationSplits:
     """Read the data; raise InputError if a file cannot be read."""
     if not config.train_file:
         train, test = topics_of_python()
-    elif config.test_file:
-        train, test = read_conversations(config.train_file), read_conversations(config.test_file)
-    else:
-        both = read_conversations(config.train_file)
-        is_test = held_out(np.zeros(len(both), int), config.test_fraction, config.seed)
-        train, test = ([both[at] for at in np.flatnonzero(which)] for which in (~is_test, is_test))
-    return ConversationSplits([train[at] for at in chosen(len(train), config.max_train_samples, config.seed)], test)
+        return ConversationSplits(_some(train, config), test)
+    train, test = [], []
+    for path, weight in weighted_files(config.train_file):
+        read = read_conversations(path)
+        if config.test_fraction:
+            is_test = held_out(np.zeros(len(read), int), config.test_fraction, config.seed)
+            test += [read[at] for at in np.flatnonzero(is_test)]
+            read = [read[at] for at in np.flatnonzero(~is_test)]
+        train += [read[at] for at in repeated(len(read), weight, config.seed)]
+    for path, _ in weighted_files(config.test_file):
+        test += read_conversations(path)
+    return ConversationSplits(_some(train, config), test)
+
+
+def _some(train: list[Conversation], config: LanguageModelingConfig) -> list[Conversation]:
+    return [train[at] for at in chosen(len(train), config.max_train_samples, config.seed)]
 
 
 def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSplits] = None) -> LanguageModelingTask:
@@ -120,17 +131,20 @@ def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSpli
     )
     # A tokenizer's own template has the token that begins a text.
     has_own_marks = config.template == "tokenizer"
-    end, eos = end_of_turn(splits[0][0], template, fast), tokenizer.eos_token_id
+    chat = next((each for each in splits[0] if not each.is_document), None)
+    end, eos = chat and end_of_turn(chat, template, fast), tokenizer.eos_token_id
     num_truncated = num_without_labels = 0
     rows = []
     for conversations, name in zip(splits, ("training", "held-out")):
-        encoded = [
-            encode(
-                each, template, fast, eos if end is None else None, config.max_length,
-                adds_special_tokens=not has_own_marks,
+        encoded = []
+        for each in conversations:
+            if each.is_document:
+                encoded += encode_document(each, fast, eos, config.max_length)
+                continue
+            end_of_text = eos if end is None else None
+            encoded.append(
+                encode(each, template, fast, end_of_text, config.max_length, adds_special_tokens=not has_own_marks)
             )
-            for each in conversations
-        ]  # fmt: skip
         num_truncated += sum(truncated for _, _, truncated in encoded)
         kept = [(ids, labels) for ids, labels, _ in encoded if (labels >= 0).any()]
         num_without_labels += len(encoded) - len(kept)
@@ -141,7 +155,8 @@ def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSpli
             places = pack([len(ids) for ids, _ in kept], config.max_length)
         rows.append(TokenRows.of([[kept[number] for number in place] for place in places]))
     prompts = [
-        _prompt(each, template, fast, adds_special_tokens=not has_own_marks) for each in splits[1][: config.num_samples]
+        _prompt(each, template, fast, adds_special_tokens=not has_own_marks)
+        for each in [each for each in splits[1] if not each.is_document][: config.num_samples]
     ]
     pad = tokenizer.pad_token_id
     return LanguageModelingTask(

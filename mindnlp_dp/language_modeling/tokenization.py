@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -12,7 +13,7 @@ from tokenizers.implementations import ByteLevelBPETokenizer
 from mindnlp_dp.data.loss_weight import IGNORED
 from mindnlp_dp.finetuning.tokenizers import encoded_text
 from mindnlp_dp.language_modeling.conversations import Conversation
-from mindnlp_dp.language_modeling.templates import Template, text_after_content
+from mindnlp_dp.language_modeling.templates import Template, plain, text_after_content
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 PAD, BOS, EOS = range(3)
@@ -67,6 +68,21 @@ def encode(
     labels = np.where(has_label, ids, IGNORED)
     labels[:1] = IGNORED
     return ids[:max_length], labels[:max_length], len(ids) > max_length
+
+
+def encode_document(
+    document: Conversation, tokenizer: Tokenizer, eos: Optional[int], max_length: int
+) -> list[tuple[np.ndarray, np.ndarray, bool]]:
+    """Return the tokens and labels of a text without roles, as :func:`encode` does, in rows of at most ``max_length``.
+
+    A row begins with the last token of the row before, so that every token but the text's first is predicted once.
+    """
+    ids, labels, _ = encode(document, plain, tokenizer, eos, sys.maxsize)
+    rows = []
+    for begin in range(0, max(1, len(ids) - 1), max_length - 1):
+        part = slice(begin, begin + max_length)
+        rows.append((ids[part], np.where(np.arange(len(ids[part])) > 0, labels[part], IGNORED), False))
+    return rows
 
 
 def end_of_turn(conversation: Conversation, template: Template, tokenizer: Tokenizer) -> Optional[int]:
