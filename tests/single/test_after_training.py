@@ -89,7 +89,7 @@ def test_adapters_are_trained_further(monkeypatch, tmp_path):
         chat_models.run(monkeypatch, tmp_path, *flags, "--lora-rank", 8)
 
 
-def test_new_tokens_are_not_for_chat_models.train_adapters(monkeypatch, tmp_path):
+def test_new_tokens_are_not_for_adapters(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match=r"has no token <\|im_start\|>, and LoRA does not train the embeddings of new"):
         chat_models.save_untrained("gpt2", tmp_path / "base")
         flags = ["--model", tmp_path / "base", "--lora-rank", 4, "--template", "chatml"]
@@ -116,9 +116,7 @@ def test_what_cannot_be_exported_or_asked(monkeypatch, tmp_path, capsys):
     assert "has adapters, which belong to another model: pass --merge-lora" in error(
         "export", tmp_path / "lora", tmp_path / "new"
     )
-    with pytest.raises(
-        InputError, match="gone cannot be loaded: .*/lora has adapters for it, and names it in"
-    ):
+    with pytest.raises(InputError, match="gone cannot be loaded: .*/lora has adapters for it, and names it in"):
         load_causal_lm(str(tmp_path / "lora"))
     (tmp_path / "lora/adapter_config.json").write_text(json.dumps({**settings, "task_type": "SEQ_CLS"}))
     with pytest.raises(InputError, match="has adapters of the kind LORA for SEQ_CLS; expected LORA for CAUSAL_LM"):
