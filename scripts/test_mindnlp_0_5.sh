@@ -27,7 +27,7 @@ start_fork_server "$work/ranks"
 parallel() {
   local files=("${@:4}")
   files=("${files[@]/#/tests/parallel/test_}")
-  MINDNLP_DP_FORK_SERVER=$work/ranks python tests/run_parallel.py --launcher "$1" --world-size "$2" "${files[@]/%/.py}" -m "$3"
+  MINDNLP_DP_PYTHON=$work/ranks/python python tests/run_parallel.py --launcher "$1" --world-size "$2" "${files[@]/%/.py}" -m "$3"
 }
 
 parallel mpi 2 "$most" trainer trainer_again own_data equivalence orders batch_scaling evaluation bad_losses models transformers_trainer

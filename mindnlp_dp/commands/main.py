@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.launch.errors import LaunchError
-from mindnlp_dp.launch.monitor.status import status_of, status_text
+from mindnlp_dp.launch.monitor.status import read_status, status_text
 from mindnlp_dp.launch.options import (
     RESTARTS_OF_ELASTIC_JOBS,
     CommandParser,
-    DashesOnlyHelpFormatter,
     JobOptions,
     add_run_options,
     rendezvous_of,
@@ -62,7 +61,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Start SCRIPT in several processes, show rank 0's output, and end all of them when one fails. The "
         "exit code is that of the rank that failed. With several hosts, type the same line on each.",
         usage="mindnlp-dp run --nproc N [OPTIONS] SCRIPT [ARGS...]",
-        formatter_class=DashesOnlyHelpFormatter,
         # The options of SCRIPT would be taken for abbreviations of these.
         allow_abbrev=False,
     )
@@ -213,7 +211,7 @@ def _run(args: argparse.Namespace) -> int:
             most = RESTARTS_OF_ELASTIC_JOBS if args.nproc.is_elastic or args.nnodes.is_elastic else 0
         options = JobOptions(
             hang_timeout=args.hang_timeout, max_restarts=most, tee=args.tee, grow_after=args.grow_after,
-            grace_period=args.grace_period, log_mb=args.log_mb, in_place=args.in_place, scale_batch=args.scale_batch,
+            grace_period=args.grace_period, log_mb=args.log_mb, scale_batch=args.scale_batch,
         )  # fmt: skip
         return run_job(
             args.nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
@@ -226,7 +224,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _status(args: argparse.Namespace) -> int:
     try:
-        status = status_of(args.log_dir)
+        status = read_status(args.log_dir)
     except ValueError as error:
         print(f"mindnlp-dp status: {error}", file=sys.stderr)
         return 2

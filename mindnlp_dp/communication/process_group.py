@@ -47,14 +47,8 @@ def reports_blocking(method: F) -> F:
 
     @functools.wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        report = heartbeat.writer()
-        if report is None:
+        with heartbeat.waiting(f"{method.__name__} of {self.world_size} ranks"):
             return method(self, *args, **kwargs)
-        report.begin_to_wait(f"{method.__name__} of {self.world_size} ranks")
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            report.end_wait()
 
     return cast(F, call)
 
@@ -115,7 +109,6 @@ class ProcessGroup:
         """
         with heartbeat.waiting("shrinking to the surviving ranks"):
             self._transport = self._transport.shrink()
-        heartbeat.set_world_size(self.world_size)
 
     def set_rank_labels(self, labels: Sequence[str]) -> None:
         """Set the names of the ranks in messages, in rank order."""

@@ -113,7 +113,7 @@ def test_batches_become_smaller_in_the_midst_of_an_epoch(tmp_path):
     assert exit_code == 0, output
     assert results(tmp_path)[0]["sizes"] == [3] * 7 + [2] * (2 + 3 * 6)
     assert steps(tmp_path) == list(range(1, 28))
-    log = (tmp_path / "logs/worker_0.log").read_text()
+    log = (tmp_path / "logs/latest/worker_0.log").read_text()
     assert "training with global batches of 8 samples, and 0.667 times the learning rate" in log
 
 
