@@ -37,4 +37,5 @@ parallel mpi 2 "$few" decisions resuming zero token_losses dropout batch_across_
 parallel mpi 3 "$most" evaluation orders
 parallel mindspore 2 "$most" equivalence trainer orders
 python tests/models_matrix.py --core
-python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py tests/single/test_recompute.py
+python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py tests/single/test_recompute.py \
+  tests/single/test_pickled_weights.py
