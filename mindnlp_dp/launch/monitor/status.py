@@ -16,6 +16,7 @@ from typing import Any
 
 from mindnlp_dp.launch.log_dir import PROGRESS, RECORD, progress_file
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat, is_of_this_system, read
+from mindnlp_dp.runtime.printable import printable
 
 # The time over which samples per second are averaged.
 _WINDOW_SECONDS = 10.0
@@ -144,10 +145,11 @@ def speed_text(speed: Mapping[str, float]) -> str:
 
 
 def status_text(status: dict[str, Any]) -> str:
-    """Format a status as a table for people."""
+    """Format a status as a table for people, without control characters, which its files may contain."""
+    failures = [failure for failure in map(_failure_text, status["failures"]) if failure]
     lines = [
         f"{status['log_dir']}: update {status['update']}, {status['alive']} of {len(status['ranks'])} ranks alive, "
-        f"{_count(len(status['failures']), 'failure')} so far"
+        f"{_count(len(failures), 'failure')} so far"
     ]
     if status["speed"]:
         lines.append(f"  since the last log line: {speed_text(status['speed'])}")
@@ -159,10 +161,19 @@ def status_text(status: dict[str, Any]) -> str:
         elif "last_progress" in entry:
             line += f"; last heard of {entry['last_progress']:.1f} s ago"
         lines.append(line + ("" if entry["here"] else ", on another host, when it was last heard"))
-    for failure in status["failures"]:
-        what = failure["what"] or "before its ranks started"
-        what = what if failure["rank"] is None else f"rank {failure['rank']} {what}"
-        then = "not restarted" if failure["restart"] is None else f"restart {failure['restart']}"
-        then += ", in place" if failure.get("in_place") else ""
-        lines.append(f"  failed in update {failure['update']}: {what}; {then}")
-    return "\n".join(lines)
+    lines += failures
+    if others := len(status["failures"]) - len(failures):
+        lines.append(f"  {_count(others, 'line')} of {RECORD} that the launcher did not write")
+    return "\n".join(map(printable, lines))
+
+
+def _failure_text(failure: Any) -> str:
+    """Return the line of a failure; empty for an entry that is not one, such as a line that a user has added."""
+    try:
+        rank, what, restart, update = (failure[name] for name in ("rank", "what", "restart", "update"))
+    except (TypeError, KeyError):
+        return ""
+    what = what or "before its ranks started"
+    what = what if rank is None else f"rank {rank} {what}"
+    then = "not restarted" if restart is None else f"restart {restart}"
+    return f"  failed in update {update}: {what}; {then}"
