@@ -256,8 +256,7 @@ else
 
   # These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
   # same time each takes twice as long.
-  restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py
-    tests/failure/test_termination.py)
+  restarts=(tests/failure/test_elastic.py tests/failure/test_interruptions.py tests/failure/test_termination.py)
   restarts_and_hosts() {
     local all=()
     [ $tests != all ] || all=(--all)

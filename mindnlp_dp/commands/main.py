@@ -22,6 +22,7 @@ from mindnlp_dp.launch.options import (
     rendezvous_of,
 )
 from mindnlp_dp.launch.run import run_job
+from mindnlp_dp.runtime.printable import printable
 
 # Subcommands that became scripts in homework/ before version 0.1.0; to be removed with 0.2.0.
 MOVED = ("algorithms", "scaling")
@@ -43,13 +44,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except BrokenPipeError:
+    except OSError as error:
         if args.run is _run:
             raise
-        # The reader (head, a pager) has closed the pipe. Without this, Python's flush at exit would fail again.
+        # The output cannot be written: a full disk, or the reader (head, a pager) has closed the pipe. Without this,
+        # Python's flush at exit would fail again.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"mindnlp-dp: {printable(error)}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -226,9 +231,14 @@ def _status(args: argparse.Namespace) -> int:
     try:
         status = read_status(args.log_dir)
     except ValueError as error:
-        print(f"mindnlp-dp status: {error}", file=sys.stderr)
+        print(f"mindnlp-dp status: {printable(error)}", file=sys.stderr)
         return 2
-    print(json.dumps(status, indent=2) if args.json else status_text(status))
+    try:
+        text = json.dumps(status, indent=2) if args.json else status_text(status)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        print(f"mindnlp-dp status: {printable(args.log_dir)} has a status that no launcher wrote", file=sys.stderr)
+        return 2
+    print(text)
     return 0
 
 
@@ -279,5 +289,5 @@ def _report(args: argparse.Namespace) -> int:
     try:
         return run_report(args.runs, args.output)
     except (ValueError, OSError) as error:
-        print(f"mindnlp-dp report: {error}", file=sys.stderr)
+        print(f"mindnlp-dp report: {printable(error)}", file=sys.stderr)
         return 2

@@ -97,19 +97,6 @@ class ProcessGroup:
         transport.labels = labels
         return type(self)(transport, self.backend_kind, checks=self._checks)
 
-    def is_rank_failure(self, error: BaseException) -> bool:
-        """Return whether ``error`` means that a rank was lost and the others can continue without it (MPI's ULFM)."""
-        return self._transport.is_rank_failure(error)
-
-    def shrink(self) -> None:
-        """Shrink this group to the surviving ranks, which are renumbered in their order.
-
-        A collective of the surviving ranks; each calls it after an error for which :meth:`is_rank_failure` is true.
-        Objects that belong to the larger group, such as an exchange of gradients, can no longer be used.
-        """
-        with heartbeat.waiting("shrinking to the surviving ranks"):
-            self._transport = self._transport.shrink()
-
     def set_rank_labels(self, labels: Sequence[str]) -> None:
         """Set the names of the ranks in messages, in rank order."""
         self._transport.labels = labels

@@ -13,16 +13,19 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindnlp_dp.communication.replicas import replica_digest
-from mindnlp_dp.finetuning.recorder import TimeRecorder
 from mindnlp_dp.finetuning.settings import RunConfig
 from mindnlp_dp.report.figures import draw_png
 from mindnlp_dp.report.pipeline import pipeline_of
 from mindnlp_dp.report.runs import REPORT_FILE, RecordedRun, RunReport
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.devices import machine, peak_memory
+
+if TYPE_CHECKING:
+    # A recipe reports wrong settings before MindSpore is imported.
+    from mindnlp_dp.finetuning.recorder import TimeRecorder
 
 PLOT_FILE, MODEL_FOLDER = "training.png", "model"
 

@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 from tokenizers import Tokenizer
 
+from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
@@ -150,13 +151,7 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
             )
         )
     else:
-        try:
-            model = library.AutoModelForCausalLM.from_pretrained(config.model)
-        except Exception as error:  # noqa: BLE001
-            first = str(error).partition("\n")[0]
-            raise InputError(
-                f"the model {config.model} cannot be loaded: {first}; without a network pass a folder"
-            ) from None
+        model = load_pretrained(library.AutoModelForCausalLM, config.model, "model", trust_pickle=config.trust_pickle)
     kind = model.config.model_type
     if kind in ENCODERS and not getattr(model.config, "is_decoder", False):
         raise InputError(f"{config.model} is a {kind}, in which tokens see later ones; pass a causal language model")

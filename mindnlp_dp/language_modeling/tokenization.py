@@ -11,9 +11,11 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.implementations import ByteLevelBPETokenizer
 
 from mindnlp_dp.data.loss_weight import IGNORED
+from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.language_modeling.conversations import Conversation
 from mindnlp_dp.language_modeling.templates import Template
+from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 PAD, BOS, EOS = range(3)
@@ -86,13 +88,7 @@ def pretrained_tokenizer(name: str) -> tuple[Any, Tokenizer]:
     Raises:
         InputError: it cannot be loaded, or is not a fast tokenizer.
     """
-    from mindnlp_dp.runtime.mindnlp_api import transformers_api
-
-    try:
-        tokenizer = transformers_api().AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # noqa: BLE001
-        # Hub, network, cache and file format raise different exceptions; the user needs the first line.
-        raise InputError(f"the tokenizer {name} cannot be loaded: {str(error).partition(chr(10))[0]}") from None
+    tokenizer = load_pretrained(transformers_api().AutoTokenizer, name, "tokenizer")
     if (Path(name) / "adapter_config.json").is_file():
         raise InputError(f"{name} has adapters, and no model; pass the model that they were trained for")
     backend = getattr(tokenizer, "backend_tokenizer", None)

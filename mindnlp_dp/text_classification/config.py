@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mindnlp_dp.finetuning.pretrained import check_weights
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, setting
+
+FROM_SCRATCH = "tiny"
 
 
 @dataclass
@@ -22,7 +25,10 @@ class TaskConfig(RunConfig):
     label_column: str = setting("", "column of the labels; empty: the one named label, category or intent")
     output_dir: str = setting("outputs/quickstart", "output folder for the report, the plot and the model")
 
-    model: str = setting("tiny", "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder")
+    model: str = setting(
+        FROM_SCRATCH, "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder"
+    )
+    trust_pickle: bool = setting(False, "load weights that are not safetensors; unpickling runs their author's code")
     vocab_size: int = setting(4000, "vocabulary size of the byte-level BPE tokenizer")
     lowercase: bool = setting(False, "whether that tokenizer converts text to lower case")
     max_length: int = setting(24, "maximum number of tokens of a text; longer texts are truncated")
@@ -38,6 +44,8 @@ class TaskConfig(RunConfig):
         if self.train_file and self.dataset:
             raise InputError("--train-file and --dataset are two sources of data; choose one")
         super().check()
+        if self.model != FROM_SCRATCH:
+            check_weights(self.model, trust_pickle=self.trust_pickle)
         for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
             self.check_at_least(1, name)
         if self.hidden_size % self.num_heads:

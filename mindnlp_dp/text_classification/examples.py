@@ -15,7 +15,6 @@ from mindnlp_dp.finetuning.settings import InputError
 
 TEXT_COLUMNS = ("text", "text_a", "sentence")
 LABEL_COLUMNS = ("label", "category", "intent")
-LONGEST_REASON = 120
 TSV_LINE_BREAKS = (
     "; quotes are text in TSV, so that no field can hold a line break: if one does, save the file as CSV or JSON lines"
 )
@@ -155,12 +154,6 @@ def _find_column(header: Sequence[str], given: str, usual: Sequence[str], kind: 
             return by_name[name.lower()]
     expected = f"there is none named {given}" if given else f"expected one named {' or '.join(usual)}"
     raise InputError(f"{what}: no {kind} column; {expected}, found {', '.join(header)}; name it with --{kind}-column")
-
-
-def first_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its message, because libraries' messages can be very long."""
-    said = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {said[:LONGEST_REASON]}{'...' if len(said) > LONGEST_REASON else ''}"
 
 
 def label_ids(labels: Sequence[str], names: Sequence[str], what: str) -> list[int]:

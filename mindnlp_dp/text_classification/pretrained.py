@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
-from mindnlp_dp.text_classification.examples import first_line
 
 
 def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of the model ``name``; raise InputError if it cannot be loaded."""
-    return _from_pretrained(transformers_api().AutoTokenizer, name, "tokenizer")
+    return load_pretrained(transformers_api().AutoTokenizer, name, "tokenizer")
 
 
 def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[dict[str, np.ndarray], int]:
@@ -28,14 +28,14 @@ def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[dict[
     return columns, sum(length > max_length for length in lengths)
 
 
-def load_classifier(name: str, num_labels: int, max_length: int) -> Any:
-    """Return the model ``name`` with a new head for ``num_labels`` classes.
+def load_classifier(name: str, num_labels: int, max_length: int, *, trust_pickle: bool = False) -> Any:
+    """Return the model ``name`` with a new head for ``num_labels`` classes; ``trust_pickle`` as in load_pretrained.
 
     Raises:
         InputError: the model cannot be loaded, or accepts fewer than ``max_length`` tokens.
     """
     auto_class = transformers_api().AutoModelForSequenceClassification
-    model = _from_pretrained(auto_class, name, "model", num_labels=num_labels)
+    model = load_pretrained(auto_class, name, "model", trust_pickle=trust_pickle, num_labels=num_labels)
     positions = getattr(model.config, "max_position_embeddings", max_length)
     # RoBERTa's first position is the padding token's id plus 1.
     if "roberta" in model.config.model_type:
@@ -43,14 +43,3 @@ def load_classifier(name: str, num_labels: int, max_length: int) -> Any:
     if max_length > positions:
         raise InputError(f"max_length ({max_length}) is more than the {positions} tokens that {name} takes")
     return model
-
-
-def _from_pretrained(auto_class: Any, name: str, what: str, **options: Any) -> Any:
-    try:
-        return auto_class.from_pretrained(name, **options)
-    except Exception as error:  # noqa: BLE001
-        # Hub, network, cache and file format raise different exceptions; the user needs the first line.
-        raise InputError(
-            f"the {what} {name} cannot be loaded: {first_line(error)}; without a network pass a folder "
-            "that has it, or --model tiny"
-        ) from None

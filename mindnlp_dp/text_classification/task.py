@@ -16,11 +16,9 @@ from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 from mindnlp_dp.text_classification import hub, pretrained
 from mindnlp_dp.text_classification.cldr import cldr_phrases
-from mindnlp_dp.text_classification.config import TaskConfig
+from mindnlp_dp.text_classification.config import FROM_SCRATCH, TaskConfig
 from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples
 from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
-
-FROM_SCRATCH = "tiny"
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,9 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
     if config.model == FROM_SCRATCH:
         model = build_roberta(config, Tokenizer.from_str(task.tokenizer_json).get_vocab_size(), num_labels)
     else:
-        model = pretrained.load_classifier(config.model, num_labels, config.max_length)
+        model = pretrained.load_classifier(
+            config.model, num_labels, config.max_length, trust_pickle=config.trust_pickle
+        )
     model.config.id2label = dict(enumerate(task.label_names))
     model.config.label2id = {name: i for i, name in enumerate(task.label_names)}
     return model

@@ -13,13 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindnlp_dp.commands.main import main
 from mindnlp_dp.launch.errors import LaunchError, TemporaryError
 from mindnlp_dp.launch.log_dir import RECORD, VARIABLE, LogDir, LogFile, join_attempt, open_to_write
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure
 from mindnlp_dp.launch.monitor.restarts import RestartPolicy
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot
-from mindnlp_dp.launch.monitor.status import StatusFile, read_status, status_text
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
@@ -143,59 +141,6 @@ def test_echoes_wait_for_their_cause():
     assert not has_only_secondary_failures({0: echo, 1: cause})
     assert not has_only_secondary_failures({0: echo}, ExitedProcess(1, -9))
     assert not has_only_secondary_failures({})
-
-
-def rank(**values):
-    return RankHeartbeat(changes=1, pid=7, changed=time.monotonic(), has_joined=True, **values)
-
-
-def test_status_says_what_each_rank_does(tmp_path, monkeypatch):
-    waits = rank(blocked_in="all_reduce of 4 ranks", since=time.monotonic() - 5, loss=float("inf"))
-    snapshot = JobSnapshot([rank(update=3, speed={"mfu": 0.5}), rank(), waits, end(9), RankHeartbeat()],
-                           [HostReport(gone=[1])])  # fmt: skip
-    failure = {"rank": 1, "what": "was killed", "restart": 1, "update": 2}
-    file = StatusFile(tmp_path)
-    file.write(snapshot, [failure])
-    status = read_status(tmp_path)
-    assert [entry["state"] for entry in status["ranks"]] == [
-        "works", "gone", "waits", "failed with exit code 9", "not begun",
-    ]  # fmt: skip
-    assert (status["alive"], status["update"], status["exit_code"]) == (2, 3, None)
-    assert status["ranks"][2]["loss"] is None
-    assert status["ranks"][2]["waits_since"] == pytest.approx(5, abs=1)
-    text = status_text(status)
-    assert "waits in all_reduce of 4 ranks since 5." in text
-    assert "MFU 50.0 %" in text
-    assert "failed in update 2: rank 1 was killed; restart 1" in text
-    assert "written" not in text
-    with monkeypatch.context() as later:
-        now = time.time()
-        later.setattr(time, "time", lambda: now + 60)
-        assert "written 60 s ago: since then its launcher was killed, or is stopped" in status_text(status)
-    file.end(137, [failure, failure])
-    status = read_status(tmp_path)
-    assert (status["alive"], status["exit_code"], len(status["failures"])) == (0, 137, 2)
-    assert "the job has ended with exit code 137" in status_text(status)
-
-
-@pytest.mark.parametrize("text", [None, "", "[]", "{", "3", "{}"])
-def test_a_folder_without_a_status_is_said_to_be_none(tmp_path, text, capsys):
-    if text is not None:
-        (tmp_path / "status.json").write_text(text)
-    assert main(["status", str(tmp_path)]) == 2
-    assert "is not a log folder of mindnlp-dp run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("environ", [{}, {"PYTHONUNBUFFERED": "1"}])
-def test_status_that_is_read_in_part(tmp_path, environ):
-    StatusFile(tmp_path).write(JobSnapshot([RankHeartbeat()] * 10_000), [])
-    command = [sys.executable, "-m", "mindnlp_dp", "status", str(tmp_path)]
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**clean, **environ}) as status:
-        assert b"0 of 10000 ranks alive" in status.stdout.readline()
-        status.stdout.close()
-        assert status.stderr.read() == b""
-    assert status.returncode == 141
 
 
 def test_a_folder_of_logs_that_leads_nowhere(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from typing import Any
 from mindnlp_dp.launch.log_dir import open_to_write
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.runtime.printable import printable
 
 STATUS = "status.json"
 
@@ -115,7 +116,7 @@ def read_status(log_dir: Path) -> dict[str, Any]:
         status = json.loads((log_dir / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         status = None
-    if not isinstance(status, dict) or "ranks" not in status:
+    if not isinstance(status, dict):
         raise ValueError(f"{log_dir} is not a log folder of mindnlp-dp run: it has no status in {STATUS}")
     return status
 
@@ -150,7 +151,7 @@ def speed_text(speed: Mapping[str, float]) -> str:
 
 
 def status_text(status: dict[str, Any]) -> str:
-    """Format a status as a table for people."""
+    """Format a status as a table for people, without control characters, which its files may contain."""
     lines = [
         f"{status['log_dir']}: update {status['update']}, {status['alive']} of {len(status['ranks'])} ranks alive, "
         f"{_count(len(status['failures']), 'failure')} so far"
@@ -174,4 +175,4 @@ def status_text(status: dict[str, Any]) -> str:
         what = what if failure["rank"] is None else f"rank {failure['rank']} {what}"
         then = "not restarted" if failure["restart"] is None else f"restart {failure['restart']}"
         lines.append(f"  failed in update {failure['update']}: {what}; {then}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
