@@ -13,7 +13,7 @@ Two ranks run on this host; the results are medians of ``--rounds`` rounds:
 * restart: from SIGKILL of rank 1 to the first all-reduce of the job's next attempt, which starts a second later,
   because the attempt before it completed no update.
 * lost: from SIGKILL of rank 1, in update 110 of a small RoBERTa, to the end of the next update: of the next attempt,
-  from a checkpoint, or of the other rank in its own process (``--in-place``).
+  from a checkpoint.
 * forked: step and restart with a fork server that has already imported MindSpore and MindNLP.
 * waiting: the launcher's CPU time while ranks work, divided by the elapsed time.
 * reports: the number of progress reports of a rank in an update, times the cost of one, divided by the update's time.
@@ -302,11 +302,10 @@ def restart(launcher: str = "mpi", **environ: str) -> float:
     return done.firsts[1] - done.killed
 
 
-def lost(launcher: str, *flags: str) -> float:
-    done = Round("", "lost", launcher, *flags)
+def lost(launcher: str) -> float:
+    done = Round("", "lost", launcher, "--max-restarts=1")
     pid = done.updates[0][0]
-    # With --in-place the process is the same: count its first update after the one in which the other rank was lost.
-    return min(when for other, step, when in done.updates if other != pid or step > LOST_AT) - done.killed
+    return min(when for other, _, when in done.updates if other != pid) - done.killed
 
 
 def ends(table: Table, *, with_torch: bool, with_msrun: bool) -> None:
@@ -332,10 +331,8 @@ def starts(table: Table, *, with_torch: bool) -> None:
         for what, measure in (("command to first update, s", first_step),
                               ("killed rank to the next try's all-reduce, s", restart)):  # fmt: skip
             table.in_turns(what, {"cold": measure, "forked": functools.partial(measure, **forked)})
-    what, again = "killed rank to the next update, s", "--max-restarts=1"
-    table.median(what, f"{NAMES['mpi']}, in place", lost, "mpi", "--nproc", "1:2", "--in-place")
     for launcher in ("mpi", "mindspore", *(["torchrun"] if with_torch else [])):
-        table.median(what, f"{NAMES[launcher]}, restart", lost, launcher, again)
+        table.median("killed rank to the next update, s", f"{NAMES[launcher]}, restart", lost, launcher)
 
 
 def costs(table: Table) -> None:

@@ -19,6 +19,7 @@ import mindnlp_dp as dp  # isort: skip
 
 import numpy as np
 
+from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.text_classification.config import FROM_SCRATCH, TaskConfig
 from mindnlp_dp.text_classification.task import prepare_task
@@ -104,13 +105,14 @@ def main() -> None:
     parser.add_argument("--output-dir", default="outputs/sentence_embeddings")
     args = parser.parse_args()
 
-    group = dp.init_process_group()
-    from mindnlp.engine import set_seed
-    from mindnlp.transformers import BertConfig, BertModel
-
     files = {"train_file": args.train_file, "test_file": args.test_file}
     config = TaskConfig(**files, model=args.model, max_length=args.max_length)
     try:
+        config.validate()
+        group = dp.init_process_group()
+        from mindnlp.engine import set_seed
+        from mindnlp.transformers import BertConfig, BertModel
+
         task = group.run_on_rank0(lambda: prepare_task(config), "reading the data")
     except InputError as error:
         parser.error(str(error))
@@ -121,7 +123,7 @@ def main() -> None:
             BertConfig(vocab_size=config.vocab_size, num_hidden_layers=args.num_layers, pad_token_id=1, **sizes)
         )
     else:
-        model = BertModel.from_pretrained(args.model)
+        model = load_pretrained(BertModel, args.model, "model")
     before = accuracy(model, task.train, task.test)
     settings = dp.DataParallelArguments(
         args.output_dir, per_device_train_batch_size=args.batch_size, global_batch_size=args.batch_size,

@@ -104,7 +104,7 @@ parallel() {
       *) arguments+=("$argument") ;;
     esac
   done
-  local variables=("MINDNLP_DP_FORK_SERVER=$work/ranks")
+  local variables=("MINDNLP_DP_PYTHON=$work/ranks/python")
   # The server has imported MindNLP with this package's kernels.
   [ -z "${MINDNLP_DP_KERNELS:-}" ] || variables=()
   step "$name" env "${variables[@]}" \
@@ -120,7 +120,7 @@ lint_and_types() {
 
 # Files in tests/single/ that another version of MindSpore can hardly break.
 of_any_version=(algorithms background_checkpoints batch_scaling bucket_layout docs doctests doctor evaluation homework
-  inspection kubernetes launch layers lost_ranks output planner planner_operators planner_programs planner_schedules
+  inspection kubernetes launch layers output planner planner_operators planner_programs planner_schedules
   readme release rendezvous report restarts sharding shared_memory_rows speed_up testing text_classification trackers)
 of_any_version=("${of_any_version[@]/#/--ignore=tests/single/test_}")
 of_any_version=("${of_any_version[@]/%/.py}")
@@ -256,8 +256,7 @@ else
 
   # These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
   # same time each takes twice as long.
-  restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py
-    tests/failure/test_termination.py)
+  restarts=(tests/failure/test_elastic.py tests/failure/test_interruptions.py tests/failure/test_termination.py)
   restarts_and_hosts() {
     local all=()
     [ $tests != all ] || all=(--all)

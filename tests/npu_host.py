@@ -82,7 +82,7 @@ class NpuHost:
         )
         path = [str(self._modules), os.environ.get("PYTHONPATH", "")]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
-        for name in ("DEVICE_TARGET", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "MINDNLP_DP_FORK_SERVER"):
+        for name in ("DEVICE_TARGET", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "MINDNLP_DP_PYTHON"):
             monkeypatch.delenv(name, raising=False)
 
     def inject(self, code: str) -> None:

@@ -62,7 +62,7 @@ def run(job: list[str], folder: Path, environment: dict[str, str]) -> str:
     written, since, said = 0, time.monotonic(), ""
     while process.poll() is None:
         time.sleep(POLL_SECONDS)
-        size = sum(file.stat().st_size for file in folder.glob("worker_*.log"))
+        size = sum(file.stat().st_size for file in folder.rglob("worker_*.log"))
         if size != written:
             written, since = size, time.monotonic()
         elif time.monotonic() - since > QUIET_SECONDS:
@@ -129,7 +129,7 @@ def main() -> int:
     passed, failed, skipped, wrong = judge(folder, args.world_size)
     if wrong:
         print(output[-20000:])
-        for log in sorted(folder.glob("worker_*.log")):
+        for log in sorted(folder.rglob("worker_*.log")):
             print(f"--- {log.name} ends:\n{log.read_text(errors='replace')[-4000:]}")
         print("\n".join(wrong))
     else:

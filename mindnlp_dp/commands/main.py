@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.launch.errors import LaunchError
-from mindnlp_dp.launch.monitor.status import status_of, status_text
+from mindnlp_dp.launch.monitor.status import read_status, status_text
 from mindnlp_dp.launch.options import (
     RESTARTS_OF_ELASTIC_JOBS,
     CommandParser,
-    DashesOnlyHelpFormatter,
     JobOptions,
     add_run_options,
     rendezvous_of,
 )
 from mindnlp_dp.launch.rendezvous.membership import MinMax
 from mindnlp_dp.launch.run import run_job
+from mindnlp_dp.runtime.printable import printable
 from mindnlp_dp.runtime.versions import __version__
 
 # Subcommands that became scripts in homework/ before version 0.1.0; to be removed with 0.2.0.
@@ -47,13 +47,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except BrokenPipeError:
+    except OSError as error:
         if args.run is _run:
             raise
-        # The reader (head, a pager) has closed the pipe. Without this, Python's flush at exit would fail again.
+        # The output cannot be written: a full disk, or the reader (head, a pager) has closed the pipe. Without this,
+        # Python's flush at exit would fail again.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"mindnlp-dp: {printable(error)}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Start SCRIPT in several processes, show rank 0's output, and end all of them when one fails. The "
         "exit code is that of the rank that failed. With several hosts, type the same line on each.",
         usage="mindnlp-dp run --nproc N [OPTIONS] SCRIPT [ARGS...]",
-        formatter_class=DashesOnlyHelpFormatter,
         # The options of SCRIPT would be taken for abbreviations of these.
         allow_abbrev=False,
     )
@@ -275,7 +278,7 @@ def _run(args: argparse.Namespace) -> int:
             most = RESTARTS_OF_ELASTIC_JOBS if args.nproc.is_elastic or args.nnodes.is_elastic else 0
         options = JobOptions(
             hang_timeout=args.hang_timeout, max_restarts=most, tee=args.tee, grow_after=args.grow_after,
-            grace_period=args.grace_period, log_mb=args.log_mb, in_place=args.in_place, scale_batch=args.scale_batch,
+            grace_period=args.grace_period, log_mb=args.log_mb, scale_batch=args.scale_batch,
         )  # fmt: skip
         return run_job(
             nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
@@ -288,11 +291,16 @@ def _run(args: argparse.Namespace) -> int:
 
 def _status(args: argparse.Namespace) -> int:
     try:
-        status = status_of(args.log_dir)
+        status = read_status(args.log_dir)
     except ValueError as error:
-        print(f"mindnlp-dp status: {error}", file=sys.stderr)
+        print(f"mindnlp-dp status: {printable(error)}", file=sys.stderr)
         return 2
-    print(json.dumps(status, indent=2) if args.json else status_text(status))
+    try:
+        text = json.dumps(status, indent=2) if args.json else status_text(status)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        print(f"mindnlp-dp status: {printable(args.log_dir)} has a status that no launcher wrote", file=sys.stderr)
+        return 2
+    print(text)
     return 0
 
 
@@ -366,5 +374,5 @@ def _report(args: argparse.Namespace) -> int:
     try:
         return run_report(args.runs, args.output)
     except (ValueError, OSError) as error:
-        print(f"mindnlp-dp report: {error}", file=sys.stderr)
+        print(f"mindnlp-dp report: {printable(error)}", file=sys.stderr)
         return 2

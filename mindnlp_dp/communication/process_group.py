@@ -47,14 +47,8 @@ def reports_blocking(method: F) -> F:
 
     @functools.wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        report = heartbeat.writer()
-        if report is None:
+        with heartbeat.waiting(f"{method.__name__} of {self.world_size} ranks"):
             return method(self, *args, **kwargs)
-        report.begin_to_wait(f"{method.__name__} of {self.world_size} ranks")
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            report.end_wait()
 
     return cast(F, call)
 
@@ -102,20 +96,6 @@ class ProcessGroup:
         transport = self._transport.split(ranks)
         transport.labels = labels
         return type(self)(transport, self.backend_kind, checks=self._checks)
-
-    def is_rank_failure(self, error: BaseException) -> bool:
-        """Return whether ``error`` means that a rank was lost and the others can continue without it (MPI's ULFM)."""
-        return self._transport.is_rank_failure(error)
-
-    def shrink(self) -> None:
-        """Shrink this group to the surviving ranks, which are renumbered in their order.
-
-        A collective of the surviving ranks; each calls it after an error for which :meth:`is_rank_failure` is true.
-        Objects that belong to the larger group, such as an exchange of gradients, can no longer be used.
-        """
-        with heartbeat.waiting("shrinking to the surviving ranks"):
-            self._transport = self._transport.shrink()
-        heartbeat.set_world_size(self.world_size)
 
     def set_rank_labels(self, labels: Sequence[str]) -> None:
         """Set the names of the ranks in messages, in rank order."""

@@ -100,8 +100,8 @@ def assert_replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) ->
 # one rank, so they drift apart. Rank 0's buffers are broadcast before a model is compared, saved or evaluated.
 
 
-def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None, *, src: int = 0) -> None:
-    """Copy the parameters and buffers of rank ``src`` to every rank, in place.
+def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> None:
+    """Copy the parameters and buffers of rank 0 to every rank, in place.
 
     Non-persistent buffers whose shape or type differs between ranks, because it depends on the samples that a rank has
     read, are not changed.
@@ -117,7 +117,7 @@ def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None, *, sr
         return
     for _, weight in [*weights, *_of_one_shape(transient_buffers(model), group)]:
         if math.prod(weight.shape):
-            set_weight(weight, group.broadcast(weight, src=src))
+            set_weight(weight, group.broadcast(weight))
 
 
 def _of_one_shape(buffers: list[tuple[str, Any]], group: ProcessGroup) -> list[tuple[str, Any]]:

@@ -23,6 +23,7 @@ from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.devices import machine, peak_memory
 
 if TYPE_CHECKING:
+    # A recipe reports wrong settings before MindSpore is imported.
     from mindnlp_dp.finetuning.recorder import TimeRecorder
 
 PLOT_FILE, MODEL_FOLDER = "training.png", "model"

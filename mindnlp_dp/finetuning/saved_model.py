@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, Optional
 
+from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.results import MODEL_FOLDER
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
@@ -38,12 +39,13 @@ def base_of(name: str, base: str = "") -> str:
     return name if adapters is None else base or adapters["base_model_name_or_path"]
 
 
-def load_causal_lm(name: str, base: str = "", *, is_trainable: bool = False) -> Any:
+def load_causal_lm(name: str, base: str = "", *, is_trainable: bool = False, trust_pickle: bool = False) -> Any:
     """Return a causal language model, with its adapters if the folder has some.
 
     Args:
         base: the model of the adapters, if it is no longer where they were trained.
         is_trainable: whether the adapters are trained further.
+        trust_pickle: as in :func:`~.pretrained.load_pretrained`.
 
     Raises:
         InputError: it cannot be loaded, or is another kind of model.
@@ -57,12 +59,10 @@ def load_causal_lm(name: str, base: str = "", *, is_trainable: bool = False) -> 
     if kinds and kinds[0].endswith("Classification"):
         raise InputError(f"{source} is a {kinds[0]}; expected a causal language model")
     try:
-        model = library.AutoModelForCausalLM.from_pretrained(source)
-    except Exception as error:  # noqa: BLE001
-        # Hub, network, cache and file format raise different exceptions; the user needs the first line.
+        model = load_pretrained(library.AutoModelForCausalLM, source, "model", trust_pickle=trust_pickle)
+    except InputError as error:
         raise InputError(
-            f"the model {source} cannot be loaded: {str(error).partition(chr(10))[0]}; without a network pass a folder"
-            + (f"; {name} has adapters for it, and names it in adapter_config.json" if adapters else "")
+            f"{error}" + (f"; {name} has adapters for it, and names it in adapter_config.json" if adapters else "")
         ) from None
     if adapters is None:
         return model

@@ -23,9 +23,18 @@ SCHEDULES_OF_RATES = (
     "reduce_lr_on_plateau",
 )  # fmt: skip
 
+# Characters of another library's message that an InputError repeats.
+_LONGEST_REASON = 120
+
 
 class InputError(ValueError):
     """Raised when a user's file, flag or data is wrong; the message says where, and what to do."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message, because libraries' messages can be very long."""
+    said = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {said[:_LONGEST_REASON]}{'...' if len(said) > _LONGEST_REASON else ''}"
 
 
 def setting(default: Any, text: str) -> Any:

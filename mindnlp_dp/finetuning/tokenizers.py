@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
+from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.saved_model import base_of
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
@@ -44,11 +45,7 @@ def pretrained_tokenizer(name: str, base: str = "") -> tuple[Any, Tokenizer]:
     # Adapters that a Trainer has saved have no tokenizer.
     if not (Path(name) / "tokenizer_config.json").is_file():
         name = base_of(name, base)
-    try:
-        tokenizer = transformers_api().AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # noqa: BLE001
-        # Hub, network, cache and file format raise different exceptions; the user needs the first line.
-        raise InputError(f"the tokenizer {name} cannot be loaded: {str(error).partition(chr(10))[0]}") from None
+    tokenizer = load_pretrained(transformers_api().AutoTokenizer, name, "tokenizer")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InputError(f"the tokenizer {name} has no fast form (tokenizer.json), from which labels are made")

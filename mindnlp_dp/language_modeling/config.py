@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindnlp_dp.finetuning.pretrained import check_weights
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, learning_rate_from_scratch, setting
 
 TEMPLATES = ("plain", "chatml", "alpaca", "tokenizer")
@@ -23,6 +24,7 @@ class LanguageModelingConfig(ParallelConfig):
     output_dir: str = setting("outputs/finetune_llm", "output folder for the report, the plot and the model")
 
     model: str = setting(FROM_SCRATCH, "tiny: a Llama from scratch; or a pretrained model, hub name or folder")
+    trust_pickle: bool = setting(False, "load weights that are not safetensors; unpickling runs their author's code")
     vocab_size: int = setting(800, "vocabulary size of the tiny model's byte-level BPE tokenizer")
     max_length: int = setting(128, "maximum number of tokens of a text; longer texts are truncated")
     hidden_size: int = setting(128, "width of the tiny model")
@@ -46,6 +48,8 @@ class LanguageModelingConfig(ParallelConfig):
 
     def validate(self) -> None:
         super().validate()
+        if self.model != FROM_SCRATCH:
+            check_weights(self.model, trust_pickle=self.trust_pickle)
         if bool(self.train_file) != bool(self.test_file or self.test_fraction):
             raise InputError("--train-file and --test-file (or --test-fraction) must be given together")
         if self.test_file and self.test_fraction:

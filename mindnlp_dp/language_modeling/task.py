@@ -225,7 +225,7 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
             )
         )
     else:
-        model = load_causal_lm(config.model, is_trainable=True)
+        model = load_causal_lm(config.model, is_trainable=True, trust_pickle=config.trust_pickle)
     if task.is_extended and task.vocab_size > model.config.vocab_size:
         model.resize_token_embeddings(task.vocab_size)
     _set_ends(model.generation_config, task.ends)

@@ -19,16 +19,18 @@ from typing import Optional
 from mindnlp_dp.launch.errors import TemporaryError
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.log_dir import VARIABLE as LOG_MB
+from mindnlp_dp.launch.log_dir import LogDir
 from mindnlp_dp.launch.monitor.attempt_monitor import AttemptMonitor, AttemptResult
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, report_failure
-from mindnlp_dp.launch.monitor.recovery import RestartPolicy
+from mindnlp_dp.launch.monitor.restarts import RestartPolicy
+from mindnlp_dp.launch.monitor.snapshot import take_snapshot
+from mindnlp_dp.launch.monitor.status import StatusFile
 from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.environment import free_port
 from mindnlp_dp.launch.rendezvous.membership import Host, Membership
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 from mindnlp_dp.launch.termination import Termination
-from mindnlp_dp.runtime.heartbeat import Status
 from mindnlp_dp.runtime.job_context import attempt_env
 
 __all__ = ["Job", "JobOptions"]
@@ -44,13 +46,14 @@ class Job:
         membership: Membership,
         loop: EventLoop,
         *,
-        log_dir: Path,
+        log_dir: LogDir,
         options: JobOptions,
         termination: Termination,
     ) -> None:
         self._command, self._backend, self._membership, self._loop = list(command), backend, membership, loop
         self._log_dir, self._options, self._termination = log_dir, options, termination
         self._restart_policy = RestartPolicy(options.max_restarts, log_dir)
+        self._status_file = StatusFile(log_dir.path)
         self._name = secrets.token_hex(8)
         self._number = 0
 
@@ -75,7 +78,7 @@ class Job:
                 continue
             if failure is None:
                 return 0
-            self._report(failure, hosts, attempt, seconds, result.shown_status)
+            self._report(failure, hosts, attempt, seconds, result.has_shown_failure)
             # A job that was asked to end is not restarted.
             self._termination.end(is_saved=True)
             wait = self._restart_policy.after(failure, update=result.update, seconds=seconds)
@@ -89,10 +92,14 @@ class Job:
             print(
                 f"restart {self._restart_policy.count} of {self._options.max_restarts}"
                 + (f" in {wait:.0f} s" if wait else "")
-                + f", from the newest checkpoint; logs of this attempt: {self._log_dir}/try_{self._number}",
+                + ", from the newest checkpoint",
                 file=sys.stderr,
             )
             self._loop.sleep(wait)
+
+    def note_end(self, exit_code: int) -> None:
+        """Write to the log folder that the job is over."""
+        self._status_file.end(exit_code, self._restart_policy.failures)
 
     def _next_attempt(self, hosts: Sequence[Host]) -> Attempt:
         membership = self._membership
@@ -100,14 +107,12 @@ class Job:
         # The first host's address as the others see it: the endpoint's may belong to a service in front of it.
         addresses = [others[0].address_of_server, *(host.address for host in others)] if others else []
         attempt = Attempt(
-            self._number, self._backend, self._command, str(self._log_dir.absolute()), membership.counts(hosts),
-            addresses,
-            port=free_port(), in_place=self._options.in_place,
+            self._number, self._backend, self._command, str(self._log_dir.new_attempt()), membership.counts(hosts),
+            addresses, port=free_port(),
             variables={
                 LOG_MB: str(self._options.log_mb),
                 **attempt_env(
                     self._number, self._name, membership.max_world_size if membership.is_elastic else None,
-                    in_place=membership.nproc.least if self._options.in_place else 0,
                     scale_batch=self._options.scale_batch,
                 ),
             },
@@ -122,8 +127,6 @@ class Job:
     def _run_attempt(self, hosts: Sequence[Host], attempt: Attempt) -> AttemptResult:
         """Run an attempt; start mpirun a second time if it ends before any rank has started."""
         try:
-            for host in hosts:
-                host.clear(attempt.log_dir, attempt.number)
             result = self._start_and_monitor(hosts, attempt)
             # On a busy machine OpenMPI's own server may start too late ("The PMIx server's listener thread failed to
             # start").
@@ -140,8 +143,8 @@ class Job:
     def _start_and_monitor(self, hosts: Sequence[Host], attempt: Attempt) -> AttemptResult:
         """Start the ranks, monitor them, and end all that are left."""
         monitor = AttemptMonitor(
-            hosts, attempt, self._membership, self._restart_policy,
-            loop=self._loop, log_dir=self._log_dir, options=self._options, termination=self._termination,
+            hosts, attempt, self._membership, self._restart_policy, self._status_file,
+            loop=self._loop, options=self._options, termination=self._termination,
         )  # fmt: skip
         try:
             # The first host starts last: its mpirun asks the others for daemons, so they must know the attempt.
@@ -151,6 +154,7 @@ class Job:
         finally:
             for host in hosts:
                 host.end()
+            self._status_file.write(take_snapshot(hosts, attempt), self._restart_policy.failures)
         return monitor.result(reason)
 
     def _report(
@@ -159,20 +163,20 @@ class Job:
         hosts: Sequence[Host],
         attempt: Attempt,
         seconds: float,
-        shown_status: Optional[Status],
+        has_shown_failure: bool,
     ) -> None:
         host = _host_of(failure.rank, hosts, attempt)
         where = host.name if host is not None and len(hosts) > 1 else ""
         log_tail = host.tail(failure.rank) if host is not None and failure.rank is not None else ""
         report_failure(
             failure,
-            self._log_dir,
+            Path(attempt.log_dir),
             attempt.num_ranks,
             seconds,
             where=where,
             log_tail=log_tail,
             shown=self._options.tee,
-            main=shown_status,
+            has_shown_failure=has_shown_failure,
         )
 
 

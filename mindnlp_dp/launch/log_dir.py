@@ -1,164 +1,130 @@
-"""Reserve a job's log folder, archive earlier logs in it, and write rank output to it.
+"""The log folder of a job: a new folder for each attempt, and the files in it that ranks write.
 
-The launcher calls it, so that the log folder belongs to one job, and each attempt's logs are kept.
+The launcher creates an attempt's folder, so it has the files of that attempt only, and they belong to its user. What
+ranks and launchers share while they run is not here, but in memory that no other user can open
+(:mod:`mindnlp_dp.launch.processes.host`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import itertools
+import io
+import json
 import os
-import re
 import shutil
+import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Optional
+from typing import Any, BinaryIO, Optional
 
-from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.errors import LaunchError, TemporaryError
 
-# The file that has a line for each failure.
-RECORD = "failures.jsonl"
-
-# The files that ranks and their engine write into a log folder.
-_WRITTEN = re.compile(r"worker_\d+\.(log|log\.\d+|stacks)|launcher(_\d+)?\.log|scheduler\.log")
-
-_OF_THE_JOB = re.compile(rf"{re.escape(RECORD)}|progress(_\d+)?|fork_server\.log|environ_changes\.json")
-
-_TRY, JOB_VARIABLE = re.compile(r"try_(\d+)"), re.compile(r"job_(\d+)")
-
-# The file that marks a folder as a job's.
-_MARKER = ".mindnlp_dp"
+# The file that has a line for each failure, and the link to the last attempt's folder.
+RECORD, LATEST = "failures.jsonl", "latest"
 
 # Enough to explain the last failures; an elastic job may have a hundred attempts, and each log hundreds of MiB.
-_KEPT_TRIES, _KEPT_JOBS = 10, 3
+_KEPT_ATTEMPTS = 10
+
+# Other users may not write to these folders, whatever the umask is.
+_MODE = 0o755
 
 
-@contextmanager
-def lock_log_dir(log_dir: Path) -> Iterator[None]:
-    """Lock the folder inside the block, so that no other job uses it.
+def open_to_write(path: Path, *, flags: int = os.O_TRUNC) -> int:
+    """Open a file of a log folder; never a link, which another user may have put there."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o644)
+
+
+class LogDir:
+    """The log folder of one job, ``logs/DATE-TIME-PID`` by default.
+
+    Attributes:
+        path: absolute path of the folder.
 
     Raises:
-        LaunchError: another job has locked the folder.
+        LaunchError: the folder belongs to another user, who could replace what is in it.
+        TemporaryError: the folder cannot be made.
     """
-    lock = None
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(log_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        assert lock is not None
-        os.close(lock)
-        raise LaunchError(
-            f"the log folder {log_dir} is that of a job that runs; give each job its own --log-dir, or none"
-        ) from None
-    except OSError:
-        # The disk does not support locks, or cannot be written to, which a later write reports.
-        pass
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
-
-def new_log_dir() -> Path:
-    """Create and return a folder that no other job has, as far as possible: ``logs/DATE-TIME-PID``."""
-    name = time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid())
-    for number in itertools.count(1):
-        # Containers may share a disk, and each may have the same process ids.
-        path = Path("logs", name if number == 1 else f"{name}-{number}")
+    def __init__(self, path: Optional[Path] = None) -> None:
         try:
-            path.mkdir(parents=True)
-        except OSError:
-            if os.path.lexists(path):
-                continue
-            # The first write to the folder reports why it cannot be created.
-        return path
-    raise AssertionError
+            given = Path("logs", time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid())) if path is None else path
+            self.path = given.absolute()
+            for folder in (self.path.parent, self.path) if path is None else (self.path,):
+                _check_owner(folder)
+            self.path.mkdir(_MODE, parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_be_written(path or Path("logs"), error) from None
+        # The folders that this job has made, and may remove.
+        self._attempts: list[Path] = []
+        self._next = 0
+
+    def new_attempt(self) -> Path:
+        """Make and return the folder of the next attempt, ``attempt_N``.
+
+        Raises:
+            TemporaryError: the first attempt's folder cannot be made. A later attempt then uses the last one's.
+        """
+        try:
+            while True:
+                folder = self.path / f"attempt_{self._next}"
+                self._next += 1
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(_MODE, parents=True)
+                    break
+        except OSError as error:
+            if not self._attempts:
+                raise cannot_be_written(self.path, error) from None
+            print(f"{folder} cannot be made ({error}); the next logs replace the last ones", file=sys.stderr)
+            return self._attempts[-1]
+        self._attempts.append(folder)
+        if len(self._attempts) > _KEPT_ATTEMPTS:
+            shutil.rmtree(self._attempts.pop(0), ignore_errors=True)
+        # A disk may not support links.
+        with contextlib.suppress(OSError):
+            link = self.path / f".{LATEST}"
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder.name)
+            link.replace(self.path / LATEST)
+        return folder
+
+    def record(self, failure: Mapping[str, Any]) -> None:
+        """Append a line to the record of failures."""
+        try:
+            with open(open_to_write(self.path / RECORD, flags=0), "w", encoding="utf-8") as file:
+                file.write(json.dumps(failure) + "\n")
+        except OSError as error:
+            print(f"this failure is not in {self.path / RECORD}: {error}", file=sys.stderr)
 
 
-def archive_attempt_logs(log_dir: Path, number: int) -> None:
-    """Move what the attempt before attempt ``number`` has written to a separate folder, ``try_NUMBER``."""
-    folder = _new_folder(log_dir / f"try_{number}")
-    for path in log_dir.iterdir():
-        if _WRITTEN.fullmatch(path.name):
-            try:
-                path.replace(folder / path.name)
-            except FileNotFoundError:
-                # Another host's launcher has moved it, in a shared folder.
-                pass
-    _keep_the_last(log_dir, _TRY, _KEPT_TRIES)
-
-
-def archive_earlier_job(log_dir: Path) -> None:
-    """Move what an earlier job has left to the folder ``job_N``: it may explain why this job was started again.
+def join_attempt(folder: Path) -> None:
+    """Make an attempt's folder on a host that has another disk than the first host, where it was made.
 
     Raises:
-        LaunchError: the same as for :func:`claim`.
+        LaunchError: the same as for :class:`LogDir`.
     """
-    claim(log_dir)
-    if left := [path for path in log_dir.iterdir() if _is_left_by_a_job(path)]:
-        folder = _new_folder(log_dir / f"job_{_last_number(log_dir, JOB_VARIABLE) + 1}")
-        for path in left:
-            path.replace(folder / path.name)
-    _keep_the_last(log_dir, JOB_VARIABLE, _KEPT_JOBS)
+    try:
+        for part in (folder.parent, folder):
+            _check_owner(part)
+            part.mkdir(_MODE, parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_be_written(folder, error) from None
 
 
-def claim(log_dir: Path) -> None:
-    """Mark the folder as a job's.
-
-    Raises:
-        LaunchError: no job has marked the folder yet, and it holds a file that has the name of a log.
-    """
-    marker = log_dir / _MARKER
-    if not marker.exists():
-        named = [
-            path.name for path in log_dir.iterdir() if _is_left_by_a_job(path) or JOB_VARIABLE.fullmatch(path.name)
-        ]
-        if named:
-            raise LaunchError(
-                f"the log folder {log_dir} does not belong to a job, and holds {', '.join(sorted(named))}, which a job "
-                "would overwrite; give another one, --log-dir"
-            )
-        marker.touch()
+def _check_owner(folder: Path) -> None:
+    owner = folder.stat().st_uid if folder.exists() else 0
+    if owner not in (0, os.geteuid()):
+        raise LaunchError(
+            f"the log folder {folder} belongs to another user (id {owner}), who could replace what ranks write there; "
+            "give another one, --log-dir"
+        )
 
 
-def _new_folder(folder: Path) -> Path:
-    """Create a folder with a mark that it is ours and may be removed."""
-    folder.mkdir(exist_ok=True)
-    (folder / _MARKER).touch()
-    return folder
-
-
-def _is_left_by_a_job(path: Path) -> bool:
-    if path.is_dir():
-        return bool(_TRY.fullmatch(path.name))
-    return any(of.fullmatch(path.name) for of in (_WRITTEN, _OF_THE_JOB))
-
-
-def _last_number(log_dir: Path, pattern: re.Pattern[str]) -> int:
-    found = [pattern.fullmatch(path.name) for path in log_dir.iterdir() if path.is_dir()]
-    return max((int(match[1]) for match in found if match), default=0)
-
-
-def _keep_the_last(log_dir: Path, pattern: re.Pattern[str], how_many: int) -> None:
-    """Remove the folders of that name that jobs have made, except those with the highest numbers."""
-    last = _last_number(log_dir, pattern)
-    for path in log_dir.iterdir():
-        match = pattern.fullmatch(path.name)
-        if match and (path / _MARKER).exists() and int(match[1]) <= last - how_many:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-PROGRESS = "progress"
-
-
-def progress_file(host: int) -> str:
-    """Return the name of a host's progress file; several hosts may have one log folder, on a shared disk."""
-    return f"{PROGRESS}_{host}" if host else PROGRESS
+def cannot_be_written(folder: Path, error: OSError) -> TemporaryError:
+    """Return the error of a launcher that cannot write to a log folder."""
+    return TemporaryError(
+        f"the log folder {folder} of {os.uname().nodename} cannot be written to ({error}); --log-dir names another"
+    )
 
 
 # The limit in MiB; 0: unlimited.
@@ -167,21 +133,26 @@ VARIABLE = "MINDNLP_DP_LOG_MB"
 DEFAULT_MB = 256
 
 
-# A rank's output goes to a file that is rotated when it has grown large. What the worker and its children write to
-# standard output and standard error is in FILE, and in FILE.1, the previous one: together at most twice the limit,
-# plus what is written in an update.
-
-
 class LogFile:
-    """Redirects this process's output to a file, from its creation on; used by a rank's worker."""
+    """Redirects this process's output to a file, from its creation on; used by a rank's worker.
+
+    The file is rotated when it has grown large: what the worker and its children write is in FILE, and in FILE.1, the
+    previous one, together at most twice the limit, plus what is written in an update.
+    """
 
     def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
         self._path, self._most_bytes = path, int(environ.get(VARIABLE, DEFAULT_MB)) << 20
         self._log: Optional[int] = None
         self._open()
+        encoding = getattr(sys.stdout, "encoding", "utf-8")
+        # Unbuffered, as with PYTHONUNBUFFERED.
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(raw, encoding, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+            for raw in (_PatientFile(1, "w", closefd=False), _PatientFile(2, "w", closefd=False))
+        )
 
     def _open(self) -> None:
-        log = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        log = open_to_write(self._path)
         for stream in self._streams():
             os.dup2(log, stream)
         if self._log is not None:
@@ -210,3 +181,26 @@ class LogFile:
                     self._open()
                 except OSError:
                     earlier.replace(self._path)
+
+
+class _PatientFile(io.FileIO):
+    """Writes to a log; what a full or broken disk does not take is dropped, and a line says so once it can."""
+
+    _lost = 0
+
+    def write(self, data: Any) -> int:
+        try:
+            if self._lost:
+                super().write(b"[%d bytes of output are missing here: the disk did not take them]\n" % self._lost)
+                self._lost = 0
+            # A disk with little room takes a part.
+            written = super().write(data) or 0
+        except OSError:
+            written = 0
+        self._lost += memoryview(data).nbytes - written
+        return memoryview(data).nbytes
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log for what other programs than ranks print, such as mpirun."""
+    return open(open_to_write(path), "wb")

@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, NoReturn, Optional
 
 from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.log_dir import DEFAULT_MB
@@ -30,7 +29,7 @@ _CONF = ("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive
 
 def add_run_options(run: argparse.ArgumentParser) -> None:
     """Add all options of ``run``, and its positional arguments, the ``command``: SCRIPT and ARGS."""
-    add = _Adder(run)
+    add = run.add_argument
     add(
         "--nproc", "--nproc-per-node", type=_nproc, required=True, metavar="N",
         help="processes on each host; MIN:MAX for an elastic job; auto: one for each card, or core",
@@ -67,16 +66,11 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         "update and dp.FunctionalRun at its next save(), before ranks are ended; 0: end them at once (default: 30)",
     )  # fmt: skip
     add(
-        "--in-place", action="store_true",
-        help="an elastic job of one host under MPI continues without a lost rank in the same processes (ULFM), where "
-        "dp.DataParallelTrainer trains",
-    )  # fmt: skip
-    add(
         "--scale-batch", action="store_true",
         help="an elastic job that has lost ranks makes smaller global batches, and learns at a smaller rate, where "
         "dp.DataParallelTrainer trains; without it ranks take more micro steps",
     )  # fmt: skip
-    add = _Adder(run.add_argument_group("for several hosts; run the same command on each"))
+    add = run.add_argument_group("for several hosts; run the same command on each").add_argument
     add(
         "--nnodes", type=_size, default=MinMax(1, 1), metavar="N",
         help="number of hosts; MIN:MAX for an elastic job (default: 1)",
@@ -101,11 +95,11 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         help="join_timeout (600), last_call_timeout (30), keep_alive_interval (2) times keep_alive_max_attempt (5) "
         "until a silent host is lost",
     )  # fmt: skip
+    add("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)
     add("--master-addr", metavar="HOST", help="the endpoint in another way")
     add("--master-port", type=_whole, default=29400, metavar="PORT", help="(default: 29400)")
     run.add_argument("--standalone", action="store_true", help="one host, the default; torchrun's option")
     run.add_argument("-m", "--module", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
-    add_torchrun_options(run)
     # SCRIPT and ARGS are one argument: argparse removes a -- from the first of two.
     run.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT")
 
@@ -114,42 +108,32 @@ class CommandParser(argparse.ArgumentParser):
     """Parses a subcommand. Without abbreviations, an unknown option is an error that names the closest one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        if self.allow_abbrev:
+            return super().parse_known_args(args, namespace)
         # argparse would take the value of an unknown option for SCRIPT, and then miss the real options.
-        words = iter([] if self.allow_abbrev else args)
-        for word in words:
-            name, has_value, _ = word.partition("=")
-            if not word.startswith("-") or word in ("-", "--"):
-                break
-            action = self._option_string_actions.get(name if word.startswith("--") else word[:2])
+        words, number = list(args), 0
+        while number < len(words) and words[number].startswith("-") and words[number] not in ("-", "--"):
+            name, equals, value = words[number].partition("=")
+            if name.startswith("--"):
+                # torchrun takes both spellings, too.
+                name = name.replace("_", "-")
+                words[number] = name + equals + value
+            else:
+                name, equals = name[:2], name[2:]
+            if name in _IGNORED:
+                del words[number : number + (1 if equals else 2)]
+                continue
+            action = self._option_string_actions.get(name)
             if action is None:
-                close = difflib.get_close_matches(name, [n for n in self._option_string_actions if "_" not in n], 1)
-                self.error(f"unrecognized option {name}" + (f"; do you mean {close[0]}?" if close else ""))
-            if action.nargs != 0 and not has_value and (word.startswith("--") or len(word) == 2):
-                next(words, None)
-        return super().parse_known_args(args, namespace)
+                self._refuse(name)
+            number += 1 if action.nargs == 0 or equals else 2
+        return super().parse_known_args(words, namespace)
 
-
-class _Adder:
-    """Adds options to a parser, each with an alias that has underscores instead of dashes."""
-
-    def __init__(self, to: Any) -> None:
-        self._to = to
-
-    def __call__(self, *names: str, **kwargs: Any) -> None:
-        spelt_otherwise = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
-        self._to.add_argument(*names, *spelt_otherwise, **kwargs)
-
-
-class DashesOnlyHelpFormatter(argparse.HelpFormatter):
-    """Formats help texts that show options with dashes only, without their aliases with underscores."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = [name for name in action.option_strings if "_" not in name]
-        every, action.option_strings = action.option_strings, shown
-        try:
-            return super()._format_action_invocation(action)
-        finally:
-            action.option_strings = every
+    def _refuse(self, name: str) -> NoReturn:
+        if name in _OF_TORCHRUN:
+            self.error(f"{name} is torchrun's, and not taken here: {_OF_TORCHRUN[name]}")
+        close = difflib.get_close_matches(name, self._option_string_actions, 1)
+        self.error(f"unrecognized option {name}" + (f"; do you mean {close[0]}?" if close else ""))
 
 
 def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
@@ -245,56 +229,21 @@ def _seconds(text: str) -> float:
 
 _ELSEWHERE = "every rank's output goes to worker_R.log in --log-dir; --tee 0, all or none says whose is shown"
 
-_REFUSED = {
-    ("--no-python",): "ranks are Python's; start another program from a script, by subprocess",
-    ("--run-path",): "scripts are always run like this; leave it out",
-    ("--redirects", "-r"): _ELSEWHERE,
-    ("-t",): _ELSEWHERE,
-    ("--local-ranks-filter",): _ELSEWHERE,
-    ("--logs-specs",): _ELSEWHERE,
-    ("--local-addr",): "hosts are identified by their address; --rdzv-endpoint names the rendezvous",
-    ("--event-log-handler",): "failures are written to failures.jsonl in --log-dir",
+# Options of torchrun that would change nothing here, for users who type torchrun's command from memory.
+_IGNORED = ("--monitor-interval", "--start-method", "--role")
+
+# Its options that are refused, and what to do instead.
+_OF_TORCHRUN = {
+    "--no-python": "ranks are Python's; start another program from a script, by subprocess",
+    "--run-path": "scripts are always run like this; leave it out",
+    "--redirects": _ELSEWHERE,
+    "-r": _ELSEWHERE,
+    "-t": _ELSEWHERE,
+    "--local-ranks-filter": _ELSEWHERE,
+    "--logs-specs": _ELSEWHERE,
+    "--local-addr": "hosts are identified by their address; --rdzv-endpoint names the rendezvous",
+    "--event-log-handler": "failures are written to failures.jsonl in --log-dir",
 }
-
-_WITHOUT_VALUE = ("--no-python", "--run-path")
-
-# They would change nothing: there is only one kind of rendezvous, and failures are detected at once.
-_PASSED_OVER = ("--monitor-interval", "--start-method", "--role")
-
-_RENDEZVOUS = ("c10d", "static")
-
-
-# Options of torchrun that mindnlp-dp run does not have, for users who type torchrun's command from memory. Options
-# that would change nothing here are ignored; the others end with an error that says what to type instead.
-
-
-class _Refused(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Union[str, Sequence[Any], None],
-        option_string: Union[str, None] = None,
-    ) -> None:
-        parser.error(f"{option_string} is torchrun's, and not taken here: {self.const}")
-
-
-def add_torchrun_options(run: argparse.ArgumentParser) -> None:
-    """Add torchrun's other options to the parser, after all of ``run``'s own; none of them is in its help."""
-    for names, instead in _REFUSED.items():
-        nargs = 0 if names[0] in _WITHOUT_VALUE else 1
-        run.add_argument(
-            *_spelt(names), action=_Refused, nargs=nargs, const=instead, help=argparse.SUPPRESS, dest="refused"
-        )
-    for name in _PASSED_OVER:
-        run.add_argument(*_spelt((name,)), help=argparse.SUPPRESS, dest="passed_over")
-    run.add_argument(*_spelt(("--rdzv-backend",)), choices=_RENDEZVOUS, help=argparse.SUPPRESS, dest="passed_over")
-
-
-def _spelt(names: Sequence[str]) -> list[str]:
-    """Return the names, and their spellings with underscores."""
-    otherwise = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
-    return [*names, *otherwise]
 
 
 @dataclass(frozen=True)
@@ -308,7 +257,6 @@ class JobOptions:
         grow_after: seconds after which an elastic job fills the place of a lost rank again.
         grace_period: seconds that the job gets to write a checkpoint when it is asked to end (SIGTERM, SIGHUP).
         log_mb: size in MiB at which a rank's log is rotated; 0: never.
-        in_place: whether ranks continue in their processes without a lost rank (MPI, on one host).
         scale_batch: whether the global batch of an elastic job is proportional to the number of its ranks.
     """
 
@@ -318,5 +266,4 @@ class JobOptions:
     grow_after: float = 60.0
     grace_period: float = GRACE_PERIOD_SECONDS
     log_mb: int = DEFAULT_MB
-    in_place: bool = False
     scale_batch: bool = False

@@ -20,10 +20,11 @@ from typing import Any, Optional, Union
 from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.job import Job
-from mindnlp_dp.launch.log_dir import lock_log_dir, new_log_dir
-from mindnlp_dp.launch.monitor.nonblocking_stdio import NonBlockingStdio, stop_waiting_for_readers
+from mindnlp_dp.launch.log_dir import LogDir
+from mindnlp_dp.launch.monitor.background_output import BackgroundOutput, stop_waiting_for_readers
 from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.launch.processes.reaper import adopting_orphans
 from mindnlp_dp.launch.rendezvous.client import HostAgent
 from mindnlp_dp.launch.rendezvous.membership import Membership, MinMax
 from mindnlp_dp.launch.rendezvous.protocol import is_this_host
@@ -70,14 +71,12 @@ def run_job(
     backend, device = _backend_and_device(backend, environ)
     # The launcher and its ranks read the device here only, so that they agree.
     environ["DEVICE_TARGET"] = device
-    if options.in_place and (backend != "mpi" or rendezvous is not None or not nproc.is_elastic):
-        raise LaunchError("--in-place is for an elastic job, --nproc MIN:MAX, of one host under MPI")
     if options.scale_batch and not (nproc.is_elastic or (nnodes is not None and nnodes.is_elastic)):
         raise LaunchError("--scale-batch is for an elastic job, --nproc MIN:MAX or --nnodes MIN:MAX")
     if wrong := too_many_workers(nproc.most, environ):
         raise LaunchError(wrong)
     termination, loop = Termination(options.grace_period), EventLoop()
-    with termination.handled(), NonBlockingStdio():
+    with termination.handled(), BackgroundOutput(), adopting_orphans():
         try:
             if rendezvous is not None and not _leads(rendezvous, node_rank):
                 rank = node_rank if node_rank is not None else node_rank_of(environ)
@@ -85,27 +84,16 @@ def run_job(
                     rendezvous, environ, nproc.most, loop,
                     version=__version__, node_rank=rank, termination=termination,
                 ).run()  # fmt: skip
-            server = (
-                RendezvousServer(rendezvous, __version__, loop, device=device, one_a_host=backend == "mpi")
-                if rendezvous is not None
-                else None
-            )
-            log_dir = log_dir or new_log_dir()
-            shell = partial(remote_shell, server.own_endpoint, server.rendezvous.token) if server is not None else None
+            folder, server, shell = LogDir(log_dir), None, None
+            if rendezvous is not None:
+                server = RendezvousServer(rendezvous, __version__, loop, device=device, one_a_host=backend == "mpi")
+                shell = partial(remote_shell, server.own_endpoint, rendezvous.token)
             local = LocalHost(environ, nproc.most, loop, remote_shell=shell)
-            job = Job(
-                command,
-                backend,
-                Membership(
-                    local, server, loop,
-                    nnodes=nnodes or MinMax(1, 1), nproc=nproc, grow_after=options.grow_after,
-                ),
-                loop,
-                log_dir=log_dir,
-                options=options,
-                termination=termination,
-            )  # fmt: skip
-            return _lead(job, local, server, log_dir, termination)
+            membership = Membership(
+                local, server, loop, nnodes=nnodes or MinMax(1, 1), nproc=nproc, grow_after=options.grow_after
+            )
+            job = Job(command, backend, membership, loop, log_dir=folder, options=options, termination=termination)
+            return _lead(job, local, server, termination)
         except KeyboardInterrupt as interrupt:
             stop_waiting_for_readers()
             print("interrupted: all ranks were ended", file=sys.stderr)
@@ -141,15 +129,12 @@ def _leads(rendezvous: Rendezvous, node_rank: Optional[int]) -> bool:
     return is_this_host(rendezvous.host) if number is None else number == 0
 
 
-def _lead(
-    job: Job, local: LocalHost, server: Optional[RendezvousServer], log_dir: Path, termination: Termination
-) -> int:
+def _lead(job: Job, local: LocalHost, server: Optional[RendezvousServer], termination: Termination) -> int:
     """Lead a job from this host, and tell the other hosts its exit code."""
     code = 1
     try:
-        with lock_log_dir(log_dir):
-            code = job.run()
-            return code
+        code = job.run()
+        return code
     except KeyboardInterrupt as interrupt:
         code = _code_of(interrupt)
         raise
@@ -157,6 +142,7 @@ def _lead(
         code = error.exit_code
         raise
     finally:
+        job.note_end(code)
         if code:
             # What waits for the job, such as Slurm or Kubernetes, must not wait for a reader of its output.
             stop_waiting_for_readers()
@@ -165,7 +151,7 @@ def _lead(
                 server.close(code)
         finally:
             with termination.ignored():
-                local.leave()
+                local.end()
 
 
 def _code_of(interrupt: KeyboardInterrupt) -> int:

@@ -60,7 +60,6 @@ class DeviceUpdater(MindNLPUpdater):
     ) -> None:
         super().__init__(optimizer, synchronizer.parameters, scheduler)
         self.zero_stage = zero_stage
-        self.is_sharded = True
         self._sync = synchronizer
         self._group = synchronizer.group
         self._shapes = [tuple(p.shape) for p in self.parameters]

@@ -6,7 +6,6 @@ The Trainers and make_train_step call it. Every rank gets the same kind of updat
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from collections.abc import Iterable
 from typing import Any, Optional, Union
@@ -23,7 +22,6 @@ from mindnlp_dp.optim.fused.flat_weights import unshare
 from mindnlp_dp.optim.multi_group import MultiGroupUpdater
 from mindnlp_dp.optim.updater import MindNLPUpdater, MindSporeUpdater, Updater, is_untouched
 from mindnlp_dp.runtime.arrays import dtype_name
-from mindnlp_dp.runtime.job_context import in_place_recovery_enabled
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.versions import mindnlp_series
 
@@ -222,10 +220,6 @@ def _stage(zero_stage: Union[int, str], window: GradientAccumulator, *, has_rule
     group = window.group
     reasons = (
         (group.world_size == 1, "there is one rank"),
-        (
-            in_place_recovery_enabled(os.environ),
-            "so that no optimizer state is lost with a rank",
-        ),
         (group.on_device, "on devices a sharded update saves memory; whether it saves time was not measured"),
         (not has_rule, "this optimizer's own code updates whole parameters"),
         (not window.channel.shares_memory, "ranks share no memory, and new weights would have to be sent"),

@@ -64,7 +64,6 @@ class FlatUpdater(MindNLPUpdater):
     ) -> None:
         super().__init__(optimizer, synchronizer.parameters, scheduler)
         self.zero_stage = zero_stage
-        self.is_sharded = zero_stage > 0
         self._scope = scope or ModelScope()
         self._sync = synchronizer
         self._group = synchronizer.group
@@ -175,8 +174,6 @@ class FlatUpdater(MindNLPUpdater):
         self.optimizer._opt_called = True
 
     def release(self) -> None:
-        # This barrier is after the update, not in it. If a rank is lost in the barrier, the surviving ranks have
-        # finished the update and can continue in place.
         self.place.release()
 
     def unshare(self) -> None:
@@ -254,7 +251,7 @@ class FlatUpdater(MindNLPUpdater):
                 continue
             state[number] = {"step": self._state.steps[index]} if self._rule.counts_steps else {}
             for name in self._state.arrays:
-                if sharded and self.is_sharded:
+                if sharded and self.zero_stage:
                     state[number][name] = self._state.pieces(index, name)
                     continue
                 whole = self._state.whole(index, name)

@@ -61,14 +61,9 @@ class Updater(abc.ABC):
 
     Attributes:
         scheduler: The scheduler that steps after every update; None without one, or if the optimizer has its own.
-        is_sharded: Whether the ranks shard the optimizer state.
-        is_updating: Whether an update has begun and not ended. It stays True if an error interrupts the update, because
-            weights or optimizer are then partly updated.
     """
 
     scheduler: Any = None
-    is_sharded = False
-    is_updating = False
     # The sum of squares of the gradients that average() returned, if the exchange has read it; else None.
     _sum_of_squares: Optional[float] = None
 
@@ -117,13 +112,10 @@ class Updater(abc.ABC):
             else:
                 if before_update is not None:
                     gradients = self.show(gradients, before_update)
-                self.is_updating = True
                 with span("update"):
                     self.update(gradients)
                     after_update()
-        self.is_updating = True
         self.finish()
-        self.is_updating = False
         return result
 
     def are_finite(self, gradients: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Optional
 from mindnlp_dp.report.pipeline import caption
 from mindnlp_dp.report.runs import RecordedRun, read_runs, speed_up
 from mindnlp_dp.runtime.atomic_write import atomic_write
+from mindnlp_dp.runtime.printable import printable
 
 CAPTIONS = {
     "loss": "Loss over updates: points are evaluations, thin lines the training loss of all ranks. Runs with the same "
@@ -43,7 +44,7 @@ def run_report(paths: Sequence[Path], output: Optional[Path]) -> int:
     if output.suffix != ".html":
         raise ValueError(f"--output must name a file that ends in .html, got {output}")
     write_report(runs, output)
-    print(f"written to {output} and {output.with_suffix('.png')}")
+    print(printable(f"written to {output} and {output.with_suffix('.png')}"))
     return 0
 
 

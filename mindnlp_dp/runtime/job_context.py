@@ -16,8 +16,6 @@ _FULL_SIZE = "MINDNLP_DP_FULL_SIZE"
 # Whether that batch is smaller while ranks are missing.
 _SCALE_BATCH = "MINDNLP_DP_SCALE_BATCH"
 
-_IN_PLACE = "MINDNLP_DP_IN_PLACE"
-
 
 def attempt_env(
     number: int, job: str, max_world_size: Optional[int], *, in_place: int = 0, scale_batch: bool = False
@@ -26,12 +24,12 @@ def attempt_env(
 
     Args:
         max_world_size: maximum number of ranks of an elastic job; None for other jobs.
-        in_place: minimum number of ranks with which a job continues in its processes after a loss; 0: it does not.
+        in_place: ignored.
         scale_batch: whether the global batch of an elastic job is proportional to the number of its ranks.
     """
     # All are set, so that none is inherited from a job in which this one is started.
     sizes = {_FULL_SIZE: str(max_world_size or ""), _SCALE_BATCH: str(int(scale_batch))}
-    return {RESTART_COUNT_VARIABLE: str(number), JOB_VARIABLE: job, **sizes, _IN_PLACE: str(in_place)}
+    return {RESTART_COUNT_VARIABLE: str(number), JOB_VARIABLE: job, **sizes}
 
 
 def max_world_size(environ: Mapping[str, str]) -> Optional[int]:
@@ -45,13 +43,8 @@ def scales_batch(environ: Mapping[str, str]) -> bool:
 
 
 def in_place_recovery_enabled(environ: Mapping[str, str]) -> bool:
-    """Return whether the other ranks of this process's job continue in their processes when one is lost."""
-    return min_world_size(environ) > 0
-
-
-def min_world_size(environ: Mapping[str, str]) -> int:
-    """Return the minimum number of ranks of a job that continues in place; 0 for any other job."""
-    return int(environ.get(_IN_PLACE, "0"))
+    """Return False: a job does not continue in its processes when a rank is lost."""
+    return False
 
 
 def job_id(environ: Mapping[str, str]) -> Optional[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mindnlp_dp.finetuning.pretrained import check_weights
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, learning_rate_from_scratch, setting
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 
@@ -28,6 +29,7 @@ class TaskConfig(RunConfig):
     model: str = setting(
         FROM_SCRATCH, "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder"
     )
+    trust_pickle: bool = setting(False, "load weights that are not safetensors; unpickling runs their author's code")
     vocab_size: int = setting(4000, "vocabulary size of the byte-level BPE tokenizer")
     lowercase: bool = setting(False, "whether that tokenizer converts text to lower case")
     max_length: int = setting(24, "maximum number of tokens of a text; longer texts are truncated")
@@ -48,6 +50,8 @@ class TaskConfig(RunConfig):
         if self.train_file and self.dataset:
             raise InputError("--train-file and --dataset are two sources of data; choose one")
         super().validate()
+        if self.model != FROM_SCRATCH:
+            check_weights(self.model, trust_pickle=self.trust_pickle)
         for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
             self.check_at_least(1, name)
         if self.hidden_size % self.num_heads:

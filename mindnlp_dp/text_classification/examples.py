@@ -15,7 +15,6 @@ TEXT_COLUMNS = ("text", "text_a", "sentence")
 LABEL_COLUMNS = ("label", "category", "intent")
 # A space without width, and a mark of the byte order.
 INVISIBLE = "\u200b\ufeff"
-LONGEST_REASON = 120
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,6 @@ def _find_column(header: Sequence[str], given: str, usual: Sequence[str], kind: 
             return found[0]
     expected = f"there is none named {given}" if given else f"expected one named {' or '.join(usual)}"
     raise InputError(f"{what}: no {kind} column; {expected}, found {', '.join(header)}; name it with --{kind}-column")
-
-
-def first_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its message, because libraries' messages can be very long."""
-    said = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {said[:LONGEST_REASON]}{'...' if len(said) > LONGEST_REASON else ''}"
 
 
 def label_ids(labels: Sequence[str], names: Sequence[str], what: str) -> list[int]:

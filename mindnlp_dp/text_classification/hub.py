@@ -5,12 +5,13 @@ A data set that cannot be loaded, such as an uncached one without a network, giv
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindnlp_dp.finetuning.settings import InputError
-from mindnlp_dp.text_classification.examples import USUAL_COLUMNS, Columns, Examples, collect, first_line
+from mindnlp_dp.finetuning.settings import InputError, first_line
+from mindnlp_dp.text_classification.examples import USUAL_COLUMNS, Columns, Examples, collect
 
 
 def load_examples(name: str, split: str, columns: Columns = USUAL_COLUMNS) -> Examples:
@@ -52,7 +53,10 @@ def _load(name: str, split: str) -> Any:
             if split not in splits:
                 raise InputError(f"{name} has no split {split}; it has {', '.join(splits)}")
             return splits[split]
-        return datasets.load_dataset(name, split=split)
+        # A data set's own script is not run. Since datasets 4 there are none, and the argument is gone.
+        accepted = inspect.signature(datasets.load_dataset).parameters
+        options = {"trust_remote_code": False} if "trust_remote_code" in accepted else {}
+        return datasets.load_dataset(name, split=split, **options)
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
-from mindnlp_dp.text_classification.examples import first_line
 
 
 def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of the model ``name``; raise InputError if it cannot be loaded."""
-    return _from_pretrained(transformers_api().AutoTokenizer, name, "tokenizer")
+    return load_pretrained(transformers_api().AutoTokenizer, name, "tokenizer")
 
 
 def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[dict[str, np.ndarray], int]:
@@ -29,7 +29,9 @@ def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[dict[
     return columns, sum(length > max_length for length in lengths)
 
 
-def load_classifier(name: str, label_names: Sequence[str], max_length: int) -> tuple[Any, bool]:
+def load_classifier(
+    name: str, label_names: Sequence[str], max_length: int, *, trust_pickle: bool = False
+) -> tuple[Any, bool]:
     """Return the model ``name`` for these labels, and whether it has lost a head that was for other ones.
 
     Raises:
@@ -37,9 +39,10 @@ def load_classifier(name: str, label_names: Sequence[str], max_length: int) -> t
     """
     auto_class = transformers_api().AutoModelForSequenceClassification
     # MindNLP names no sizes in its error, and prints all others; they are compared below.
-    model, found = _from_pretrained(
-        auto_class, name, "model", num_labels=len(label_names), ignore_mismatched_sizes=True, output_loading_info=True
-    )
+    model, found = load_pretrained(
+        auto_class, name, "model", trust_pickle=trust_pickle, num_labels=len(label_names),
+        ignore_mismatched_sizes=True, output_loading_info=True,
+    )  # fmt: skip
     base = f"{model.base_model_prefix}."
     for weight, saved, expected in found["mismatched_keys"]:
         if weight.startswith(base) or not hasattr(model, model.base_model_prefix):
@@ -49,7 +52,7 @@ def load_classifier(name: str, label_names: Sequence[str], max_length: int) -> t
             )
     head = {weight for weight, _ in model.named_parameters() if not weight.startswith(base)}
     had_head = not head & set(found["missing_keys"])
-    saved_config = _from_pretrained(transformers_api().AutoConfig, name, "model")
+    saved_config = load_pretrained(transformers_api().AutoConfig, name, "configuration")
     labels = [saved_config.id2label.get(number) for number in range(saved_config.num_labels)]
     is_new = had_head and labels != list(label_names)
     if is_new:
@@ -63,14 +66,3 @@ def load_classifier(name: str, label_names: Sequence[str], max_length: int) -> t
     if max_length > positions:
         raise InputError(f"max_length ({max_length}) is more than the {positions} tokens that {name} takes")
     return model, is_new
-
-
-def _from_pretrained(auto_class: Any, name: str, what: str, **options: Any) -> Any:
-    try:
-        return auto_class.from_pretrained(name, **options)
-    except Exception as error:  # noqa: BLE001
-        # Hub, network, cache and file format raise different exceptions; the user needs the first line.
-        raise InputError(
-            f"the {what} {name} cannot be loaded: {first_line(error)}; without a network pass a folder "
-            "that has it, or --model tiny"
-        ) from None

@@ -141,7 +141,9 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
     if config.model == FROM_SCRATCH:
         model = build_roberta(config, Tokenizer.from_str(task.tokenizer_json).get_vocab_size(), num_labels)
     else:
-        model, is_new = pretrained.load_classifier(config.model, task.label_names, config.max_length)
+        model, is_new = pretrained.load_classifier(
+            config.model, task.label_names, config.max_length, trust_pickle=config.trust_pickle
+        )
         if is_new and get_process_group().is_main:
             print(f"{config.model} was trained for other labels: the classifier gets a new head")
     model.config.id2label = dict(enumerate(task.label_names))

@@ -73,7 +73,6 @@ class TrainStep:
         self._resync_tied_weights = resync_tied_weights
         self._adapters = adapters
         self._before_update, self._after_update = before_update, after_update
-        self.num_updates = 0
         # The losses of this rank's micro-steps in the last update, with their weights; also of those that were left
         # out.
         self.window_losses: list[tuple[float, float]] = []
@@ -95,10 +94,8 @@ class TrainStep:
                 on_problem=functools.partial(report_nonfinite_gradient, step=step, go_on=self.leave_out_bad_losses),
                 before_update=self._before_update, after_update=self._complete_update,
             )  # fmt: skip
-        self.num_updates += 1
         for loss, weight in losses:
             self.losses.add(loss, weight)
-        # The update is counted before this barrier, because the surviving ranks have it if another is lost here.
         with heartbeat.waiting("the update"):
             self.updater.release()
         sync.repack_if_learned()

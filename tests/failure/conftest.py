@@ -20,7 +20,7 @@ from typing import NamedTuple, Optional
 import psutil
 import pytest
 
-from mindnlp_dp.launch.processes import fork_client
+from mindnlp_dp.launch.processes.run_module import PYTHON_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A job takes one or two seconds, and ten if it imports MindSpore itself. If other jobs keep the cores busy, three ranks
@@ -52,23 +52,22 @@ def _shared_fork_server():
     # Scripts import the shared test modules. A fork server only serves jobs whose PYTHONPATH equals its own.
     os.environ["PYTHONPATH"] = f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     with tempfile.TemporaryDirectory(prefix="mindnlp-dp-") as folder:
-        path = os.path.join(folder, "fork_server")
         fork_server = subprocess.Popen(
-            [sys.executable, "-m", "mindnlp_dp.launch.processes.fork_server", path], stdout=subprocess.PIPE, text=True
-        )
-        # Before this line, the server lists what is not installed here.
+            [sys.executable, ROOT / "tests/forked_ranks.py", folder], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "GLOG_v": "3"},
+        )  # fmt: skip
         assert any("ready" in line for line in fork_server.stdout)
-        os.environ[fork_client.VARIABLE] = path
+        os.environ[PYTHON_VARIABLE] = os.path.join(folder, "python")
         yield
-        del os.environ[fork_client.VARIABLE]
+        del os.environ[PYTHON_VARIABLE]
         fork_server.kill()
         fork_server.wait()
 
 
 @pytest.fixture
 def own_imports(monkeypatch):
-    """Let ranks import MindSpore and MindNLP themselves, as the ranks of a job's first attempt do."""
-    monkeypatch.delenv(fork_client.VARIABLE)
+    """Let ranks import MindSpore and MindNLP themselves, as a user's ranks do."""
+    monkeypatch.delenv(PYTHON_VARIABLE)
 
 
 def _is_forked(process: psutil.Process) -> bool:
@@ -123,7 +122,7 @@ def run_job(folder: Path, *command, nproc=2, backend="mpi", **environ) -> Job:
     )  # fmt: skip
     # pytest shows this when a test fails.
     print(done.stdout)
-    for log in sorted((folder / "logs").glob("*.log")):
+    for log in sorted((folder / "logs").glob("latest/*.log")):
         print(f"--- {log.name}", log.read_text(errors="replace")[-5000:], sep="\n")
     assert_nothing_is_left(folder / "logs")
     return Job(done.returncode, done.stdout)

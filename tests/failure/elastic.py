@@ -1,6 +1,6 @@
 """Train as an elastic job without dropout, so that any number of ranks trains the same model up to rounding.
 
-    mindnlp-dp run --nproc MIN:MAX tests/failure/elastic.py FOLDER [--updates N] [--seconds S] [--zero-stage Z]
+    mindnlp-dp run --nproc MIN:MAX tests/failure/elastic.py FOLDER [--updates N] [--seconds S] [--save-steps N]
         [--async-save] [--fault HOW@STEP:RANK ...]
 
 The job makes ``--updates`` updates of four samples per rank; an epoch has 48 samples. Each fault (HOW: ``kill``,
@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--save-steps", type=int, default=5)
-    parser.add_argument("--zero-stage", default="auto")
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--fault", action="append", default=[])
     options = parser.parse_args()
@@ -76,7 +75,6 @@ def main() -> None:
     settings = {
         "per_device_train_batch_size": 4, "max_steps": options.updates, "learning_rate": 1e-2, "logging_steps": 5,
         "save_strategy": "steps", "save_steps": options.save_steps, "save_total_limit": 2, "disable_tqdm": True,
-        "zero_stage": options.zero_stage if options.zero_stage == "auto" else int(options.zero_stage),
         "async_save": options.async_save,
     }  # fmt: skip
     args = dp.DataParallelArguments(str(options.folder), **settings_here(**settings))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Cause every fault at every moment of a job, under both engines, and check message, restart and result.
 
-    python tests/failure/fault_table.py [--backend mpi mindspore in-place] [--fault ...] [--moment ...] [--json FILE]
+    python tests/failure/fault_table.py [--backend mpi mindspore] [--fault ...] [--moment ...] [--json FILE]
 
 For each cell, a job of two ranks with one fault is started (faulty.py), with ``--max-restarts 2`` and a
 ``--hang-timeout`` of 3 s under MPI, 10 s under MindSpore. The job must name the failed rank and its fault, restart
@@ -11,9 +11,6 @@ with another result; the exit code is then 1. With a fork server (MINDNLP_DP_FOR
 
 "disk" is a full disk: a small disk for checkpoints is mounted for the cell, which needs root. The next checkpoint
 fails, and the time counts from that failure; the next attempt finds free space again.
-
-"in-place" is MPI with three ranks. One rank is lost, and two continue in their processes (``--in-place``) if there are
-updates to continue from: no process is restarted, and no update is made twice.
 
 Two kinds of cells are left empty. A rank that hangs or stops before all ranks have joined is reported only after two
 minutes. A rank that is busy after the others have finished may have good reasons.
@@ -33,7 +30,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from faulty import FAULTS, MOMENTS, NUM_STEPS
+from faulty import FAULTS, MOMENTS
 
 from conftest import BACKENDS, ROOT, processes_of
 
@@ -42,10 +39,6 @@ HANG_SECONDS = {"mpi": 3, "mindspore": 10}
 NOT_JUDGED = {("stop", "start"), ("hang", "start"), ("hang", "end"), ("disk", "end")}
 # The rank that fails if it is not rank 1: only rank 0 writes checkpoints.
 RANK = {"checkpoint": 0, "disk": 0}
-# In place, a rank that hangs or stops does not count as lost, os._exit is not noticed, and an error of rank 0 while it
-# saves is raised on all ranks.
-IN_PLACE = {(fault, moment) for fault in ("raise", "kill") for moment in MOMENTS[2:6]}
-IN_PLACE -= {("raise", "checkpoint")}
 CODES = {"raise": 1, "exit": 3, "kill": 137, "stop": 124, "hang": 124, "disk": 1}
 DISK_MB = 4
 
@@ -62,14 +55,10 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 def run(folder: Path, backend: str, *flags: str) -> tuple[int, str]:
     job = [str(ROOT / "tests/failure/faulty.py"), str(folder), *flags]
-    size = ["--nproc", "2", "--backend", backend]
-    if backend == "in-place":
-        size = ["--nproc", "2:3", "--grow-after", "600", "--in-place"]
     done = subprocess.run(
         [
-            sys.executable, "-m", "mindnlp_dp", "run", *size, "--max-restarts", "2",
-            "--hang-timeout", str(HANG_SECONDS.get(backend, 3)), "--tee", "none", "--log-dir", str(folder / "logs"),
-            *job,
+            sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", backend, "--max-restarts", "2",
+            "--hang-timeout", str(HANG_SECONDS[backend]), "--tee", "none", "--log-dir", str(folder / "logs"), *job,
         ],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
@@ -87,16 +76,9 @@ def cell(folder: Path, backend: str, fault: str, moment: str, digest: str) -> tu
     failed = [json.loads(line) for line in (folder / "logs/failures.jsonl").read_text().splitlines()]
     # In a collective that all ranks have reached, it is unknown which rank keeps it from ending.
     blamed = (0, 1) if (fault, moment) == ("hang", "collective") else (rank,)
-    in_place = backend == "in-place"
-    # Only mpirun knows the signal that killed a rank.
-    code = 1 if in_place else CODES[fault]
-    if len(failed) != 1 or failed[0]["rank"] not in blamed or failed[0]["exit_code"] != code:
+    if len(failed) != 1 or failed[0]["rank"] not in blamed or failed[0]["exit_code"] != CODES[fault]:
         return 0.0, f"failures {[(f['rank'], f['exit_code'], f['what']) for f in failed]}"
-    steps = [int(line.split()[0]) for line in (folder / "updates").read_text().splitlines()]
-    if in_place and (not failed[0].get("in_place") or steps != list(range(1, NUM_STEPS + 1))):
-        return 0.0, f"not in place: {failed[0]}, updates {steps}"
-    # Two ranks draw different dropout masks than three.
-    if not in_place and json.loads((folder / "result.json").read_text())["digest"] != digest:
+    if json.loads((folder / "result.json").read_text())["digest"] != digest:
         return 0.0, "another digest"
     half = [path.name for path in (folder / "checkpoints").iterdir() if not re.fullmatch(r"checkpoint-\d+", path.name)]
     if left := [*processes_of(folder), *half]:
@@ -109,8 +91,7 @@ def cell(folder: Path, backend: str, fault: str, moment: str, digest: str) -> tu
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    engines = (*BACKENDS, "in-place")
-    parser.add_argument("--backend", nargs="+", choices=engines, default=engines)
+    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--fault", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--moment", nargs="+", choices=MOMENTS, default=MOMENTS)
     parser.add_argument("--json", type=Path)
@@ -127,8 +108,7 @@ def main() -> int:
             for fault in options.fault:
                 shown = []
                 for moment in options.moment:
-                    left_out = (fault, moment) in NOT_JUDGED or (fault == "disk" and os.geteuid() != 0)
-                    if left_out or (backend == "in-place" and (fault, moment) not in IN_PLACE):
+                    if (fault, moment) in NOT_JUDGED or (fault == "disk" and os.geteuid() != 0):
                         shown.append("")
                         continue
                     folder = Path(place, f"{backend}_{fault}_{moment}")

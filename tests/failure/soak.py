@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Run the quickstart as one elastic job of 1 to 3 ranks, with many faults at random moments.
 
-    python tests/failure/soak.py [--faults 200] [--backend mpi] [--in-place] [--hang-timeout 8]
-                                  [--num-epochs N] [--seed 0] [--json FILE]
+    python tests/failure/soak.py [--faults 200] [--backend mpi] [--hang-timeout 8] [--num-epochs N]
+                                  [--seed 0] [--json FILE]
 
 Each fault hits a job that has made an update since the last fault: SIGKILL, SIGTERM, SIGSTOP (which the job must detect
 as a hang) or SIGINT to a rank, or SIGKILL to mpirun. After the last fault the job runs to its end. It must end with 0,
@@ -34,8 +34,7 @@ from mindnlp_dp.launch.monitor.status import read_of_all_hosts
 
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 # Between two faults some of the 233 updates of an epoch are made, eleven on a fast machine: the job must outlast all.
-# In place, the job continues while the launcher still polls, so more updates are made.
-FAULTS_AN_EPOCH, FAULTS_AN_EPOCH_IN_PLACE = 15, 6
+FAULTS_AN_EPOCH = 15
 # A fault after which nothing has changed for so long had no effect.
 PATIENCE_SECONDS = 120
 
@@ -44,7 +43,7 @@ def command(place: Path, options: argparse.Namespace, num_epochs: int) -> list[s
     return [
         sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "1:3", "--grow-after", "4", "--max-restarts", "100000",
         "--hang-timeout", str(options.hang_timeout), "--backend", options.backend, "--tee", "none",
-        "--log-dir", str(place / "logs"), *(["--in-place"] if options.in_place else []),
+        "--log-dir", str(place / "logs"),
         str(ROOT / "scripts/finetune.py"), "--config", str(ROOT / "configs/quickstart_cpu.yaml"), "--output-dir",
         str(place / "out"), "--save-steps", "5", "--num-epochs", str(num_epochs),
     ]  # fmt: skip
@@ -71,8 +70,7 @@ class Job:
     """Starts the job, disturbs it, and counts the faults."""
 
     def __init__(self, place: Path, options: argparse.Namespace, chance: random.Random) -> None:
-        faults_an_epoch = FAULTS_AN_EPOCH_IN_PLACE if options.in_place else FAULTS_AN_EPOCH
-        num_epochs = options.num_epochs or 1 + options.faults // faults_an_epoch
+        num_epochs = options.num_epochs or 1 + options.faults // FAULTS_AN_EPOCH
         self._logs, self._chance = place / "logs", chance
         with open(place / "launcher.out", "w") as out:
             job = command(place, options, num_epochs)
@@ -147,7 +145,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--backend", choices=BACKENDS, default="mpi")
-    parser.add_argument("--in-place", action="store_true")
     # Longer than rank 0 takes to prepare the data while the others wait.
     parser.add_argument("--hang-timeout", type=float, default=8, help="seconds; more where other programs run")
     parser.add_argument("--num-epochs", type=int, help="of the job, which must outlast the faults")
@@ -180,7 +177,7 @@ def main() -> int:
         failures = [json.loads(line) for line in (place / "logs/failures.jsonl").read_text().splitlines()]
     summary = {
         "backend": options.backend, "faults": dict(job.happened), "ranks_when_it_happened": dict(job.sizes),
-        "failures_recorded": len(failures), "in_place": sum(bool(failure.get("in_place")) for failure in failures),
+        "failures_recorded": len(failures),
         "grown": said.count("the job continues with") - said.count("\nrestart "),
         "minutes": round((time.monotonic() - began) / 60, 1),
         "seconds_to_the_next_update": {

@@ -132,7 +132,7 @@ def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, r
     assert "imported before: True 1" in output
     assert output.count("rank 1 of 2") == 2
     if how == "1 / 0":
-        assert "ZeroDivisionError" in (tmp_path / "logs/worker_1.log").read_text()
+        assert "ZeroDivisionError" in (tmp_path / "logs/latest/worker_1.log").read_text()
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from conftest import (
     start_job,
     wait_for_files,
 )
-from mindnlp_dp.launch.processes import fork_client
+from mindnlp_dp.launch.processes.run_module import PYTHON_VARIABLE
 from mindnlp_dp.runtime.versions import mindspore_is_before
 
 HEAD = """
@@ -53,7 +53,7 @@ print("never reached")
 def test_a_job_that_goes_well(launch, tmp_path, backend):
     job = launch(HEAD + INIT + "group.barrier()\nprint('bye', sys.argv[1:], __name__)\n", "a", "--b", backend=backend)
     assert (job.exit_code, job.output) == (0, "rank 0 of 2 is here\nbye ['a', '--b'] __main__\n")
-    assert (tmp_path / "logs/worker_1.log").read_text() == "rank 1 of 2 is here\nbye ['a', '--b'] __main__\n"
+    assert (tmp_path / "logs/latest/worker_1.log").read_text() == "rank 1 of 2 is here\nbye ['a', '--b'] __main__\n"
 
 
 # mpirun 5.0 ends the job at ":", and changes "--map-by" to "--mapby".
@@ -78,7 +78,7 @@ WORDS = [
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_the_words_of_a_script_reach_each_rank_as_typed(launch, tmp_path, monkeypatch, backend, forked):
     if not forked:
-        monkeypatch.delenv(fork_client.VARIABLE)
+        monkeypatch.delenv(PYTHON_VARIABLE)
     script = "import json" + HEAD + ALONE[backend] + "json.dump(sys.argv[1:], open(f'words_{group.rank}', 'w'))\n"
     job = launch(script, *WORDS, backend=backend)
     assert job.exit_code == 0, job.output
@@ -223,7 +223,7 @@ def test_a_rank_that_fails_while_gradients_are_under_way(launch, tmp_path, backe
     assert job.exit_code != 0
     assert said in job.output
     assert "never reached" not in job.output
-    assert "under way: True" in (tmp_path / "logs/worker_1.log").read_text()
+    assert "under way: True" in (tmp_path / "logs/latest/worker_1.log").read_text()
 
 
 def test_a_data_set_that_fails_on_one_rank_ends_the_job_with_its_exception(launch):
@@ -284,9 +284,13 @@ def test_what_a_script_may_do_under_python(launch):
             raise SystemExit(5)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
         MPI.COMM_WORLD.barrier()
+        import mmap
         from pathlib import Path
+        from mindnlp_dp.launch.processes import reaper, worker
         from mindnlp_dp.runtime import heartbeat
-        assert [rank.exit_code for rank in heartbeat.read(Path("logs/progress"))] == [None, None]
+        with open(Path(os.environ[reaper.VARIABLE], worker.HEARTBEATS_FILE), "r+b") as file:
+            ranks = heartbeat.read(mmap.mmap(file.fileno(), 0))
+        assert [rank.exit_code for rank in ranks] == [None, None]
         MPI.COMM_WORLD.barrier()
         with open(f"said_{MPI.COMM_WORLD.rank}", "w") as sys.stdout:
             print("hello")
@@ -319,7 +323,7 @@ def test_a_rank_that_gets_ctrl_c(launch, tmp_path, backend):
     )
     assert job.exit_code == 130, job.output
     assert "rank 1 of 2" in job.output
-    assert "interrupted as ever" in (tmp_path / "logs/worker_1.log").read_text()
+    assert "interrupted as ever" in (tmp_path / "logs/latest/worker_1.log").read_text()
 
 
 @pytest.mark.parametrize(

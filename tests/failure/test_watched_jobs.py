@@ -92,7 +92,7 @@ def test_a_hang_is_named_and_ended(tmp_path, backend, how):
     for words in said:
         assert words in output
     # Every rank that could answer has written its frames down to the script.
-    stacks = [path.read_text() for path in sorted((tmp_path / "logs").glob("worker_*.stacks"))]
+    stacks = [path.read_text() for path in sorted((tmp_path / "logs/latest").glob("worker_*.stacks"))]
     assert sum("script.py" in text for text in stacks) >= 2
 
 
@@ -152,7 +152,7 @@ def test_who_is_slow_does_not_hang(tmp_path):
     alone = "time.sleep(6 - group.rank)\nprint('done')\n"
     script = "import time\ntime.sleep(6)\n" + HEAD + work + alone
     launcher = start_job(tmp_path, "--hang-timeout", 4, script, stdout=subprocess.PIPE)
-    wait_for_files(tmp_path, "logs/worker_0.log", 1)
+    wait_for_files(tmp_path, "logs/latest/worker_0.log", 1)
     launcher.send_signal(signal.SIGSTOP)
     time.sleep(6)
     launcher.send_signal(signal.SIGCONT)
@@ -251,13 +251,14 @@ def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, mega
     assert [line.rpartition(" ")[0] for line in lines if line.endswith("x")] == expected
     assert (lines.count("of a child"), lines[-1]) == (20, "the end")
     for rank in range(2):
-        sizes = [path.stat().st_size for path in (tmp_path / "logs").glob(f"worker_{rank}.log*")]
+        sizes = [path.stat().st_size for path in (tmp_path / "logs/latest").glob(f"worker_{rank}.log*")]
         assert len(sizes) == files
         if megabytes:
             assert sum(sizes) < 3 << 20
-    # The next job removes the logs of the job before it.
+    # The next job has a folder of its own.
     run_job(tmp_path, "print('again')\n")
-    assert len(list((tmp_path / "logs").glob("worker_*.log*"))) == 2
+    assert len(list((tmp_path / "logs/latest").glob("worker_*.log*"))) == 2
+    assert len(list((tmp_path / "logs/attempt_0").glob("worker_*.log*"))) == 2 * files
 
 
 @pytest.mark.parametrize(
@@ -290,14 +291,14 @@ def test_a_job_that_is_restarted_ends_as_if_nothing_had_been(tmp_path, undisturb
     assert exit_code == 0, output
     assert "rank 1 of 2 was killed by signal 9" in output
     assert "restart 1 of 2, from the newest checkpoint" in output
-    assert "restarted: resuming from" in (tmp_path / "logs" / "worker_0.log").read_text()
+    assert "restarted: resuming from" in (tmp_path / "logs" / "latest" / "worker_0.log").read_text()
     found = json.loads((tmp_path / "result.json").read_text())
     if backend == "mpi":
         assert found == undisturbed
     failures = [json.loads(line) for line in (tmp_path / "logs" / "failures.jsonl").read_text().splitlines()]
     assert [(f["rank"], f["exit_code"], f["restart"]) for f in failures] == [(1, 137, 1)]
     assert failures[0]["update"] in (7, 8)
-    assert "boom" not in (tmp_path / "logs" / "try_1" / "worker_1.log").read_text()
+    assert "boom" not in (tmp_path / "logs" / "attempt_0" / "worker_1.log").read_text()
 
 
 def test_a_job_that_fails_at_once_every_time_is_given_up(tmp_path):
@@ -308,7 +309,7 @@ def test_a_job_that_fails_at_once_every_time_is_given_up(tmp_path):
     assert output.count("in 2 s, from the newest checkpoint") == 1
     assert "the job is over: 3 attempts in a row have not finished a single update" in output
     assert time.monotonic() - began < 60
-    assert len(list((tmp_path / "logs").glob("try_*/worker_0.log"))) == 2
+    assert len(list((tmp_path / "logs").glob("attempt_*/worker_0.log"))) == 3
 
 
 @pytest.mark.core

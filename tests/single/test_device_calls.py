@@ -478,9 +478,9 @@ def test_a_whole_step_waits_for_the_device_so_often(group, make):
 
 def test_a_rank_that_reads_from_its_device_is_seen_to_wait(group, tmp_path, monkeypatch):
     """Check every host read of an update, and that of a number: other ranks may not have begun what it waits for."""
-    path, calls = tmp_path / "progress", []
-    heartbeat.create(path, 1)
-    monkeypatch.setattr(heartbeat, "_writer", heartbeat.HeartbeatWriter(path, 0))
+    path, calls = tmp_path / "heartbeats", []
+    memory = heartbeat.create(path, 1)
+    monkeypatch.setattr(heartbeat.writer, "_memory", memory)
     optimizer, parameters = adamw([mindspore.Tensor(np.ones(3, np.float32))])
     step = make_train_step(
         lambda x: (parameters[0] * x).mean(), optimizer, parameters, group=group, overlap=True, max_grad_norm=1.0
@@ -491,14 +491,14 @@ def test_a_rank_that_reads_from_its_device_is_seen_to_wait(group, tmp_path, monk
     original = mindspore.Tensor.asnumpy
 
     def asnumpy(self):
-        calls.append(heartbeat.read(path)[0].blocked_in)
+        calls.append(heartbeat.read(memory)[0].blocked_in)
         return original(self)
 
     monkeypatch.setattr(mindspore.Tensor, "asnumpy", asnumpy)
     step(batch)
     number_of(batch.mean())
     assert calls == ["the exchange of gradients", "the device"]
-    assert heartbeat.read(path)[0].blocked_in == ""
+    assert heartbeat.read(memory)[0].blocked_in == ""
 
 
 @pytest.mark.parametrize("overlap", [True, False])

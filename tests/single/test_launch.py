@@ -13,22 +13,35 @@ import pytest
 
 import mindnlp_dp
 from mindnlp_dp.commands.main import main
-from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.monitor.console import _Log
-from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_process, find_failure, report_failure
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess
 from mindnlp_dp.launch.processes.oom_kills import OomKills
 from mindnlp_dp.launch.processes.run_module import command as module_command
-from mindnlp_dp.launch.processes.spawn import grace_seconds, terminate_ranks
-from mindnlp_dp.launch.processes.stack_dumps import describe_location, stacks_of
+from mindnlp_dp.launch.processes.spawn import grace_seconds
+from mindnlp_dp.launch.processes.stack_dumps import SIGNAL, describe_location, stacks_of
 from mindnlp_dp.launch.rendezvous.protocol import LONGEST_BYTES
 from mindnlp_dp.runtime import heartbeat, scratch_dir
 from mindnlp_dp.runtime.devices import default_device, set_device_from_env
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status, state_and_birth_of
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, state_and_birth_of
 from mindnlp_dp.runtime.launch_env import launched_rank
+
+
+def end(exit_code, when=1.0, waited=False):
+    """Return the heartbeat of a rank that has recorded its end."""
+    return RankHeartbeat(exit_code=exit_code, ended=when, waited=waited, threads_ended=True)
+
+
+def judge(folder, ends, exited, num_ranks=2, **report):
+    """Return the failure of an attempt on one host with these records of ranks' ends and ended processes."""
+    ranks = [ends.get(rank, RankHeartbeat()) for rank in range(num_ranks)]
+    snapshot = JobSnapshot(ranks, [HostReport(ended=exited, **report)])
+    attempt = Attempt(0, "mpi", ["train.py"], str(folder), [num_ranks])
+    return find_failure(snapshot, [SimpleNamespace(lost="")], attempt, folder)
+
 
 STALE = {
     "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": "8118", "MS_WORKER_NUM": "8", "MS_NODE_ID": "5", "RANK_ID": "5",
@@ -86,7 +99,7 @@ MPIRUN = [ExitedProcess(None, 1)]
 @pytest.mark.parametrize(
     ("statuses", "ended", "printed", "verdict"),
     [
-        ({0: Status(1, 5.0), 1: Status(3, 4.0)}, MPIRUN, LEFT, (1, 3, "failed with exit code 3")),
+        ({0: end(1, 5.0), 1: end(3, 4.0)}, MPIRUN, LEFT, (1, 3, "failed with exit code 3")),
         ({}, MPIRUN, KILLED, (1, 137, "was killed by signal 9")),
         ({}, MPIRUN, LEFT, (1, 3, "left with exit code 3")),
         ({}, MPIRUN, LEFT_WELL, (1, 1, "left with exit code 0")),
@@ -94,29 +107,29 @@ MPIRUN = [ExitedProcess(None, 1)]
         ({}, [ExitedProcess(None, 14)], DISCONNECTED, (None, 14, "a rank on node2 ended without a word")),
         ({}, [ExitedProcess(None, 0)], KILLED, (1, 137, "was killed by signal 9")),
         # Codes above 128 that a script has chosen, such as those of sys.exit(-1) and KeyboardInterrupt.
-        ({1: Status(255, 4.0)}, MPIRUN, "", (1, 255, "failed with exit code 255")),
-        ({1: Status(130, 4.0)}, MPIRUN, "", (1, 130, "failed with exit code 130")),
+        ({1: end(255, 4.0)}, MPIRUN, "", (1, 255, "failed with exit code 255")),
+        ({1: end(130, 4.0)}, MPIRUN, "", (1, 130, "failed with exit code 130")),
         ({}, MPIRUN, "no slots", (None, 1, "")),
         ({}, [ExitedProcess(None, -9)], "", (None, 137, "mpirun was killed by signal 9")),
         ({}, [ExitedProcess(1, -9)], "", (1, 137, "was killed by signal 9")),
         ({}, [ExitedProcess(0, -15), ExitedProcess(1, 0)], "", (1, 1, "left with exit code 0")),
         # A rank that waited is not blamed if another rank failed, left, finished, or never arrived.
-        ({0: Status(1, 5.0, True), 1: Status(2, 9.0)}, [], "", (1, 2, "failed with exit code 2")),
-        ({0: Status(1, 5.0, True)}, [ExitedProcess(0, 1), ExitedProcess(1, 0)], "", (1, 1, "left with exit code 0")),
-        ({0: Status(1, 9.0, True), 1: Status(0, 1.0)}, [], "", (1, 1, "reached its end, and rank 0 waited 8 s longer")),
+        ({0: end(1, 5.0, True), 1: end(2, 9.0)}, [], "", (1, 2, "failed with exit code 2")),
+        ({0: end(1, 5.0, True)}, [ExitedProcess(0, 1), ExitedProcess(1, 0)], "", (1, 1, "left with exit code 0")),
+        ({0: end(1, 9.0, True), 1: end(0, 1.0)}, [], "", (1, 1, "reached its end, and rank 0 waited 8 s longer")),
         (
-            {0: Status(1, 9.0, True)},
+            {0: end(1, 9.0, True)},
             [ExitedProcess(0, 1)],
             "",
             (1, 1, "was still busy elsewhere when rank 0 stopped waiting"),
         ),
-        ({0: Status(1, 9.0, True), 1: Status(1, 9.0, True)}, [], "", (0, 1, "failed with exit code 1")),
+        ({0: end(1, 9.0, True), 1: end(1, 9.0, True)}, [], "", (0, 1, "failed with exit code 1")),
     ],
 )
 def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
     (tmp_path / "launcher.log").write_text(printed)
     rank, code, what = verdict
-    failure = find_failed_process(ended, statuses, tmp_path, ranks=range(2))
+    failure = judge(tmp_path, statuses, ended)
     assert (failure.rank, failure.exit_code) == (rank, code)
     assert failure.what.startswith(what)
 
@@ -124,8 +137,7 @@ def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
 @pytest.mark.parametrize("returncode", [0, 1])
 def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
     ended = [ExitedProcess(0, returncode), ExitedProcess(1, 0)]
-    statuses = {rank: Status(0, 1.0) for rank in range(2)}
-    assert find_failed_process(ended, statuses, tmp_path, ranks=range(2)) is None
+    assert judge(tmp_path, {0: end(0), 1: end(0)}, ended) is None
 
 
 @pytest.mark.parametrize(
@@ -137,10 +149,7 @@ def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
 )
 def test_a_rank_without_a_status_has_failed_whatever_its_parent_says(tmp_path, ended, what):
     """Check exit codes of 0 where SIGCHLD is ignored, for mpirun and for the ranks of MindSpore's cluster."""
-    attempt = Attempt(0, "mpi", ["train.py"], str(tmp_path), [2])
-    ranks = [RankHeartbeat(changes=1, pid=1), RankHeartbeat(changes=1, pid=2)]
-    snapshot = JobSnapshot(ranks, {0: Status(0, 1.0)}, [HostReport(ended=ended)])
-    failure = find_failure(snapshot, [SimpleNamespace(lost="")], attempt, tmp_path, range(2))
+    failure = judge(tmp_path, {0: end(0), 1: RankHeartbeat(changes=1, pid=2)}, ended)
     assert (failure.rank, failure.exit_code, failure.what) == (1, 1, what)
 
 
@@ -148,11 +157,7 @@ def test_a_failure_of_mpirun_that_names_no_rank_shows_the_logs(tmp_path, capsys)
     """Check what /dev/shm without room leads to."""
     (tmp_path / "launcher.log").write_text("not enough space for /dev/shm/sm_segment")
     (tmp_path / "worker_1.log").write_text("starting")
-    attempt = Attempt(0, "mpi", ["train.py"], str(tmp_path), [2])
-    snapshot = JobSnapshot(
-        [RankHeartbeat(changes=1, pid=1)] * 2, {0: Status(0, 1.0)}, [HostReport(ended=[ExitedProcess(None, 14)])]
-    )
-    failure = find_failure(snapshot, [SimpleNamespace(lost="")], attempt, tmp_path, range(2))
+    failure = judge(tmp_path, {0: end(0), 1: RankHeartbeat(changes=1, pid=1)}, [ExitedProcess(None, 14)])
     assert (failure.rank, failure.exit_code) == (None, 14)
     report_failure(failure, tmp_path, 2, 3.0)
     said = capsys.readouterr().err
@@ -166,11 +171,8 @@ def test_a_failure_of_mpirun_that_names_no_rank_shows_the_logs(tmp_path, capsys)
     ("kills", "why"), [(0, "often for lack of memory,"), (1, "because there was not enough memory,")]
 )
 def test_a_rank_that_was_killed_for_lack_of_memory_is_said_so(tmp_path, kills, why):
-    attempt = Attempt(0, "mindspore", ["train.py"], str(tmp_path), [2])
-    report = HostReport(ended=[ExitedProcess(1, -9)], oom_kills=kills)
-    sent = HostReport.from_json(json.loads(json.dumps(report.to_json())))
-    snapshot = JobSnapshot([RankHeartbeat(changes=1, pid=1)] * 2, {0: Status(0, 1.0)}, [sent])
-    failure = find_failure(snapshot, [SimpleNamespace(lost="")], attempt, tmp_path, range(2))
+    sent = HostReport.from_json(json.loads(json.dumps(HostReport(oom_kills=kills).to_json())))
+    failure = judge(tmp_path, {0: end(0)}, [ExitedProcess(1, -9)], oom_kills=sent.oom_kills)
     assert (failure.rank, failure.what) == (1, f"was killed by signal 9, {why}")
 
 
@@ -203,9 +205,21 @@ def test_kills_for_lack_of_memory_are_counted_in_the_cgroup_or_on_the_host(tmp_p
 
 
 def test_a_process_without_a_status_ends_the_job_at_once():
-    statuses = {0: Status(0, 1.0)}
-    assert JobSnapshot([], statuses, [HostReport(ended=[ExitedProcess(1, 0)])]).has_failed
-    assert not JobSnapshot([], statuses, [HostReport(ended=[ExitedProcess(0, 1), ExitedProcess(None, 1)])]).has_failed
+    ranks = [end(0), RankHeartbeat()]
+    assert JobSnapshot(ranks, [HostReport(ended=[ExitedProcess(1, 0)])]).has_failed
+    assert not JobSnapshot(ranks, [HostReport(ended=[ExitedProcess(0, 1), ExitedProcess(None, 1)])]).has_failed
+
+
+@pytest.mark.parametrize("exited", [[], [ExitedProcess(1, 9)], [ExitedProcess(None, 9)]])
+def test_rank_ended_by_a_thread_after_its_main_thread_has_failed(tmp_path, exited):
+    """Check both backends, and a rank that is seen to be gone before its parent is."""
+    (tmp_path / "launcher.log").write_text(LEFT.replace("3\n", "9\n").replace("code:    3", "code:    9"))
+    ranks = {0: end(0), 1: RankHeartbeat(pid=1, exit_code=0, ended=1.0)}
+    assert JobSnapshot(list(ranks.values()), [HostReport(gone=[1])]).has_failed
+    failure = judge(tmp_path, ranks, exited, gone=[] if exited else [1], all_ended=bool(exited))
+    assert (failure.rank, failure.exit_code) == (1, 9 if exited else 1)
+    # While it runs, the job goes on.
+    assert not JobSnapshot(list(ranks.values()), [HostReport()]).has_failed
 
 
 def test_launched_rank():
@@ -336,44 +350,39 @@ def test_each_process_takes_its_own_card(monkeypatch, environ, card, chosen):
     assert set_to == ([] if card is None or chosen else [("Ascend", card)])
 
 
-def test_the_rank_that_others_waited_for_is_one_of_those_left(tmp_path):
-    """Check a job that has long continued without rank 0."""
-    waited = {rank: Status(1, 9.0, waited=True) for rank in (1, 2)}
-    failure = find_failed_process([ExitedProcess(None, 1)], waited, tmp_path, ranks=[1, 2, 3])
-    assert failure.rank == 3
-    assert "was still busy elsewhere when rank 1 stopped waiting" in failure.what
-
-
 @pytest.mark.parametrize(
-    ("main", "shown", "is_said"),
-    [(None, "0", True), (Status(1, 5.0), "0", False), (Status(1, 5.0), "none", True), (Status(0, 5.0), "0", True)],
+    ("was_shown", "shown", "is_said"), [(False, "0", True), (True, "0", False), (True, "none", True)]
 )
 def test_the_log_of_the_rank_that_failed_is_shown_unless_rank_0_was_seen_to_fail_too(
-    tmp_path, capsys, main, shown, is_said
+    tmp_path, capsys, was_shown, shown, is_said
 ):
-    report_failure(Failure(1, 1, "failed"), tmp_path, 2, 3.0, log_tail="  why", shown=shown, main=main)
+    report_failure(
+        Failure(1, 1, "failed"), tmp_path, 2, 3.0, log_tail="  why", shown=shown, has_shown_failure=was_shown
+    )
     assert ("worker_1.log ends:\n  why" in capsys.readouterr().err) == is_said
 
 
-def test_a_status_of_an_earlier_attempt_is_not_that_of_the_next_one(tmp_path):
-    """Ignore the late status of a rank on a disconnected host, if the next attempt runs in the same shared folder."""
-    path = tmp_path / "progress"
+def test_the_record_of_an_earlier_attempt_is_not_that_of_the_next_one(tmp_path):
+    """Ignore the late record of a rank of the attempt before."""
+    path = tmp_path / "heartbeats"
+    late, later = heartbeat.HeartbeatWriter(), heartbeat.HeartbeatWriter()
     first = heartbeat.create(path, 2)
-    late = heartbeat.HeartbeatWriter(path, 0)
+    late.report_to(path, 0)
     second = heartbeat.create(path, 2)
-    heartbeat.HeartbeatWriter(path, 1).record_end(200, waited=True)
+    later.report_to(path, 1)
+    later.record_end(200, waited=True)
     late.record_end(1, waited=False)
-    [early], [status] = (
-        heartbeat.read_statuses(first, range(2)).items(),
-        heartbeat.read_statuses(second, range(2)).items(),
-    )
-    assert (early[0], early[1].exit_code, early[1].waited) == (0, 1, False)
-    assert (status[0], status[1].exit_code, status[1].waited) == (1, 200, True)
-    assert [rank.exit_code for rank in heartbeat.read(path)] == [None, 200]
+    late.record_end_of_threads()
+
+    def ends(memory):
+        return [(rank.exit_code, rank.waited, rank.threads_ended) for rank in heartbeat.read(memory)]
+
+    assert ends(first) == [(1, False, True), (None, False, False)]
+    assert ends(second) == [(None, False, False), (200, True, False)]
 
 
 def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
-    """Send no signal: neither SIGUSR1 for its stack, which would end the process, nor one at the job's end."""
+    """Send no signal for its stack, which would end the process."""
     with subprocess.Popen(["sleep", "60"]) as other:
         state, born = state_and_birth_of(other.pid)
         # S, or R or D while it is loaded.
@@ -384,10 +393,8 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
         assert somebody_elses.state == ""
         (tmp_path / "worker_0.stacks").write_text("")
         assert stacks_of({0: somebody_elses}, tmp_path) == {}
-        terminate_ranks([somebody_elses], 0.0, EventLoop())
         assert other.poll() is None
-        terminate_ranks([ours], 0.0, EventLoop())
-        assert other.wait(10) == -9
+        other.kill()
     assert state_and_birth_of(other.pid) == ("", 0)
 
 
@@ -407,7 +414,7 @@ def test_a_process_of_a_job_finds_the_package_and_not_its_folders(tmp_path):
         "import os, sys\ndef main():\n    print(*map(os.path.realpath, sys.path), sep='\\n')\n"
     )
     run = subprocess.run(
-        module_command(sys.executable, "shows_path"), capture_output=True, text=True, check=True, cwd=tmp_path,
+        module_command("shows_path"), capture_output=True, text=True, check=True, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     package = Path(mindnlp_dp.__path__[0]).resolve()
@@ -417,8 +424,8 @@ def test_a_process_of_a_job_finds_the_package_and_not_its_folders(tmp_path):
 
 
 def test_stacks_of_many_ranks_fit_into_a_message(tmp_path):
-    handles = "trap : USR1; echo ready; while :; do sleep 0.1; done"
-    with subprocess.Popen(["sh", "-c", handles], stdout=subprocess.PIPE, text=True) as other:
+    handles = f"trap : {SIGNAL}; echo ready; while :; do sleep 0.1; done"
+    with subprocess.Popen(["bash", "-c", handles], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "ready\n"
         rank = RankHeartbeat(changes=1, pid=other.pid, born=state_and_birth_of(other.pid)[1])
         for number in range(64):
@@ -463,7 +470,7 @@ def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_
 
 def test_without_descriptors_left_the_job_goes_on_unseen(tmp_path, monkeypatch):
     (tmp_path / "worker_0.log").write_text("hello")
-    log = _Log(tmp_path, 0, "")
+    log = _Log(tmp_path / "worker_0.log", "")
 
     def full(*args, **kwargs):
         raise OSError(24, "Too many open files")
@@ -476,16 +483,15 @@ def test_without_descriptors_left_the_job_goes_on_unseen(tmp_path, monkeypatch):
 
 def test_a_record_that_is_read_while_it_is_written_is_not_taken_for_a_rank_that_is_gone(tmp_path):
     """Read a record that a rank writes thousands of times per second."""
-    heartbeat.create(tmp_path / "progress", 1)
+    memory = heartbeat.create(tmp_path / "heartbeats", 1)
     own = "import sys, threading\nfrom pathlib import Path\nfrom mindnlp_dp.runtime import heartbeat\n" + (
-        "reporter = heartbeat.report_to(Path(sys.argv[1]), 0)\nprint('ready', flush=True)\n"
-        "while True:\n    reporter.step()\n"
+        "heartbeat.report_to(Path(sys.argv[1]), 0)\nprint('ready', flush=True)\nwhile True:\n    heartbeat.step()\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", own, str(tmp_path / "progress")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", own, str(tmp_path / "heartbeats")], stdout=subprocess.PIPE, text=True
     ) as rank:
         assert rank.stdout.readline() == "ready\n"
-        found = [heartbeat.read(tmp_path / "progress")[0] for _ in range(20_000)]
+        found = [heartbeat.read(memory)[0] for _ in range(20_000)]
         states = {one.state for one in found}
         rank.kill()
     assert {one.pid for one in found} == {rank.pid}

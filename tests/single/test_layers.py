@@ -20,8 +20,6 @@ NAMED_FROM_BELOW = {
     "mindnlp_dp.communication.transports.mindspore.collective_calls",
     "mindnlp_dp.communication.transports.mpi.faults",
     "mindnlp_dp.communication.transports.mindspore.scheduler",
-    "mindnlp_dp.launch.processes.fork_client",
-    "mindnlp_dp.launch.processes.fork_server",
     "mindnlp_dp.launch.rendezvous.remote_shell",
     "mindnlp_dp.launch.processes.worker",
     "mindnlp_dp.text_classification.finetune",

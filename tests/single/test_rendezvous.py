@@ -7,8 +7,6 @@ import json
 import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -22,8 +20,6 @@ from mindnlp_dp.launch.options import rendezvous_of
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess
-from mindnlp_dp.launch.processes.fork_client import VARIABLE, WorkerCall, run_in_fork_server
-from mindnlp_dp.launch.processes.fork_server import _forget_socket_of_the_dead, _Server
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.processes.spawn import start_mpi
 from mindnlp_dp.launch.rendezvous.client import HostAgent, connect
@@ -40,7 +36,7 @@ from mindnlp_dp.launch.rendezvous.protocol import (
 from mindnlp_dp.launch.rendezvous.remote_shell import command as remote_shell
 from mindnlp_dp.launch.rendezvous.server import Rendezvous, RendezvousServer
 from mindnlp_dp.launch.termination import Termination
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 from mindnlp_dp.runtime.launch_env import node_rank_of
 
 TOKEN = b"0123456789abcdef"
@@ -260,16 +256,17 @@ def test_a_report_comes_over_with_times_of_the_readers_clock():
     report = HostReport(
         {
             3: RankHeartbeat(
-                changes=7, pid=1, update=5, has_joined=True, changed=now - 2, since=now - 1, loss=0.5, blocked_in="x"
+                changes=7, pid=1, update=5, has_joined=True, changed=now - 2, since=now - 1, loss=0.5, blocked_in="x",
+                exit_code=1, ended=now - 3, waited=True,
             )
         },
-        {3: Status(1, 5.0, True)}, [ExitedProcess(3, -9)], True, [3],
+        [ExitedProcess(3, -9)], True, [3],
     )  # fmt: skip
     again = HostReport.from_json(json.loads(json.dumps(report.to_json())))
     assert again.ranks[3].changed == pytest.approx(now - 2, abs=0.5)
     assert again.ranks[3].since == pytest.approx(now - 1, abs=0.5)
-    assert again.statuses[3].time == pytest.approx(5.0, abs=0.5)
-    assert (again.statuses[3].exit_code, again.statuses[3].waited) == (1, True)
+    assert again.ranks[3].ended == pytest.approx(now - 3, abs=0.5)
+    assert (again.ranks[3].exit_code, again.ranks[3].waited) == (1, True)
     assert (again.ended, again.all_ended, again.stopped) == (report.ended, True, [3])
     assert HostReport.from_json(json.loads(json.dumps(HostReport({0: RankHeartbeat()}).to_json()))).ranks[0].since == 0
 
@@ -448,60 +445,6 @@ def test_nobody_comes(tmp_path, capsys, monkeypatch):
     assert f"1 of 2 hosts have joined at 127.0.0.1:{port} in 0 s" in capsys.readouterr().err
     assert main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "--node-rank", "1", "script.py"]) == 75
     assert "cannot be reached" in capsys.readouterr().err
-
-
-def test_without_a_fork_server_a_worker_works_itself(tmp_path):
-    assert run_in_fork_server({}, "any.module") is None
-    assert run_in_fork_server({VARIABLE: str(tmp_path / "none")}, "any.module") is None
-    call = WorkerCall.of_this_process("any.module")
-    assert (call.folder, call.cores) == (os.getcwd(), sorted(os.sched_getaffinity(0)))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_a_fork_server_of_another_user_gets_nothing(tmp_path):
-    """Check a server of another user that listens at the path of our fork server."""
-    path = str(tmp_path / "ranks")
-    stranger = subprocess.Popen(
-        [sys.executable, "-c", "import os, socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); "
-         "os.setuid(65534); s.listen(); print('listens', flush=True); c, _ = s.accept(); print(c.recv(9))", path],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert stranger.stdout.readline() == "listens\n"
-    assert run_in_fork_server({VARIABLE: path}, "any.module") is None
-    assert stranger.communicate(timeout=60)[0] == "b''\n"
-
-
-def test_a_fork_server_takes_no_path_at_which_something_is(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("print(1)")
-    with pytest.raises(OSError, match="Address already in use"):
-        _Server(str(script))
-    assert script.read_text() == "print(1)"
-    with pytest.raises(OSError, match="Address already in use"):
-        _Server(str(tmp_path))
-    with socket.socket(socket.AF_UNIX) as alive:
-        alive.bind(str(tmp_path / "ranks"))
-        alive.listen()
-        with pytest.raises(OSError, match="Address already in use"):
-            _Server(str(tmp_path / "ranks"))
-    # The socket belongs to a server that has ended.
-    _forget_socket_of_the_dead(str(tmp_path / "ranks"))
-    assert not (tmp_path / "ranks").exists()
-
-
-def test_half_a_call_costs_a_fork_server_nothing(tmp_path):
-    """Check that incomplete requests leave no open descriptors and delay other clients only briefly."""
-    server = _Server(str(tmp_path / "ranks"))
-    before = len(os.listdir("/proc/self/fd"))
-    for text in (b"", b"{", b"[]\n", b'{"module": 1}\n'):
-        ours, theirs = socket.socketpair(socket.AF_UNIX)
-        with ours:
-            socket.send_fds(ours, [b"?"], [0, 1, 2])
-            ours.sendall(text)
-            began = time.monotonic()
-            assert server._answer(theirs) is None
-            assert time.monotonic() - began < 5
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():

@@ -109,17 +109,6 @@ class Transport(abc.ABC):
         """Return the name of this transport's library if it does not have an operation; empty if it has."""
         return ""
 
-    def is_rank_failure(self, error: BaseException) -> bool:
-        """Return whether an error means that a rank was lost and the others can continue without it."""
-        return False
-
-    def shrink(self) -> Transport:
-        """Return a transport of the surviving ranks, in their order; this one can no longer be used.
-
-        A collective of the surviving ranks; each calls it after an error for which :meth:`is_rank_failure` is true.
-        """
-        raise NotImplementedError(f"{self.name} cannot continue without a lost rank")
-
     # Methods built on the primitives.
 
     def label(self, rank: int) -> str:

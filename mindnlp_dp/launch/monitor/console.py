@@ -1,7 +1,7 @@
 """Show a job where it was started: ranks' output as it is written and, on a terminal, a status line.
 
 :mod:`mindnlp_dp.launch.monitor.attempt_monitor` calls it. The text goes to standard output and standard error, no
-faster than the reader takes it (:mod:`.nonblocking_stdio`).
+faster than the reader takes it (:mod:`.background_output`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Optional
 
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
-from mindnlp_dp.launch.monitor.nonblocking_stdio import has_unwritten, stop_waiting_for_readers, write_error
+from mindnlp_dp.launch.monitor.background_output import has_unwritten, stop_waiting_for_readers, write_error
 from mindnlp_dp.launch.monitor.status import StatusLine
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
@@ -41,19 +41,10 @@ class Console:
     def __init__(self, log_dir: Path, nproc: int, tee: str, num_restarts: int, loop: EventLoop) -> None:
         ranks = {"0": [0], "all": range(nproc), "none": []}[tee]
         self._log_dir, self._loop = log_dir, loop
-        self._logs = [_Log(log_dir, rank, f"[{rank}] " if tee == "all" else "") for rank in ranks]
+        self._logs = [_Log(log_dir / f"worker_{rank}.log", f"[{rank}] " if tee == "all" else "") for rank in ranks]
         self._num_restarts = num_restarts
         self._is_terminal = sys.stderr.isatty()
         self._line, self._status, self._said = "", StatusLine(), 0.0
-
-    def keep_ranks(self, left: Sequence[int]) -> None:
-        """Show the output of the first remaining rank if only one rank's is shown and that rank was lost."""
-        if len(self._logs) == 1 and self._logs[0].rank not in left:
-            lost = self._logs[0]
-            self._show_the_rest()
-            lost.close()
-            # The list is empty if the reader has gone.
-            self._logs = [_Log(self._log_dir, left[0], "")] if self._logs else []
 
     def say(self, ranks: Sequence[RankHeartbeat], num_ended: int) -> None:
         """Replace the status line by a new one, at most once a second."""
@@ -100,25 +91,21 @@ class Console:
             stop_waiting_for_readers()
 
     def close(self) -> None:
+        """Show the rest of the output as far as it is read at once: other ranks wait to be ended, or started."""
         if self._line:
             self._write(_CLEAR)
             self._line = ""
-        self._show_the_rest()
-        for log in self._logs:
-            log.close()
-
-    def _show_the_rest(self) -> None:
-        """Show the rest of the output as far as it is read at once: other ranks wait to be ended, or started."""
         deadline = time.monotonic() + _REST_SECONDS
         while self.show() and time.monotonic() < deadline:
-            if has_unwritten(sys.stdout):
-                self._loop.sleep(_REST_SECONDS / 100)
+            pass
         for log in self._logs:
             sys.stdout.buffer.write(log.end())
         if self._logs and has_unwritten(sys.stdout):
             print(
                 f"the rest of what ranks have written is in {self._log_dir}: no process reads it here", file=sys.stderr
             )
+        for log in self._logs:
+            log.close()
 
     def _write(self, text: str) -> None:
         sys.stderr.write(text)
@@ -128,9 +115,8 @@ class Console:
 class _Log:
     """Reads one rank's log as it grows; with a prefix, line by line."""
 
-    def __init__(self, log_dir: Path, rank: int, prefix: str) -> None:
-        self.rank = rank
-        self._path, self._prefix = log_dir / f"worker_{rank}.log", prefix.encode()
+    def __init__(self, path: Path, prefix: str) -> None:
+        self._path, self._prefix = path, prefix.encode()
         self._file: Optional[BinaryIO] = None
         self._rest = b""
 

@@ -1,6 +1,6 @@
-"""Find which rank ended a job, and how: from ranks' statuses, their processes' exit codes, and what mpirun printed.
+"""Find which rank ended a job, and how: from ranks' records, their processes' exit codes, and what mpirun printed.
 
-:mod:`mindnlp_dp.launch.monitor.attempt_monitor` calls it. A rank's own status counts most. A rank that gave up waiting
+:mod:`mindnlp_dp.launch.monitor.attempt_monitor` calls it. A rank's own record counts most. A rank that gave up waiting
 for another is not to blame: the other rank is.
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost
 from mindnlp_dp.launch.processes.attempt import Attempt
-from mindnlp_dp.launch.processes.exit_status import ExitedProcess, head, tail
+from mindnlp_dp.launch.processes.exit_status import head, tail
 from mindnlp_dp.launch.rendezvous.membership import Host
-from mindnlp_dp.runtime.heartbeat import Status
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 # The exit codes of processes that are ended because another one failed.
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM, 14)
@@ -40,23 +40,24 @@ class Failure:
     message: str = ""
 
 
-def find_failure(
-    snapshot: JobSnapshot, hosts: Sequence[Host], attempt: Attempt, log_dir: Path, ranks: Sequence[int]
-) -> Optional[Failure]:
-    """Return how an attempt failed, judged by ``ranks``, which are those that are not lost; None if it succeeded."""
-    statuses = {rank: status for rank, status in snapshot.statuses.items() if rank in ranks}
-    if all(rank in statuses and not statuses[rank].exit_code for rank in ranks):
-        # All ranks succeeded, so a host that is lost now does not matter.
+def find_failure(snapshot: JobSnapshot, hosts: Sequence[Host], attempt: Attempt, log_dir: Path) -> Optional[Failure]:
+    """Return how an attempt failed; None if it succeeded."""
+    threads = snapshot.with_threads if snapshot.are_processes_over else snapshot.ended_by_thread
+    if snapshot.has_succeeded and not threads:
+        # A host that is lost now does not matter.
         return None
     lost = first_lost(hosts)
-    if lost is not None and not any(status.exit_code and not status.waited for status in statuses.values()):
+    if lost is not None and all(rank.waited for rank in snapshot.failed.values()):
         rank = replace(attempt, index=hosts.index(lost)).ranks.start
         return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
-    failure = find_failed_process(snapshot.ended, statuses, log_dir, ranks)
+    failure = find_failed_rank(snapshot) or _find_failed_mpirun(snapshot, log_dir)
+    if failure is None and threads:
+        code = next((process.returncode for process in snapshot.exited if process.rank == threads[0]), 1)
+        failure = Failure(threads[0], code or 1, "was ended by another thread after the end of its main thread,")
     if failure is not None and failure.what == _killed(signal.SIGKILL):
         why = "because there was not enough memory" if snapshot.oom_kills else "often for lack of memory"
         failure = replace(failure, what=f"{failure.what}, {why},")
-    missing = [rank for rank in ranks if rank not in statuses]
+    missing = [rank for rank in range(len(snapshot.ranks)) if rank not in snapshot.ends]
     # Exit codes do not outweigh that: mpirun exits with 0 after it has lost a host, and Python reads 0 for each process
     # where SIGCHLD is ignored.
     if failure is None and missing:
@@ -73,48 +74,49 @@ def _logs(log_dir: Path, ranks: Sequence[int]) -> str:
     return "\n".join([f"launcher.log begins:\n{head(log_dir / 'launcher.log')}", *logs])
 
 
-def find_failed_process(
-    ended: Sequence[ExitedProcess], statuses: Mapping[int, Status], log_dir: Path, ranks: Sequence[int]
-) -> Optional[Failure]:
-    """Return which of these ranks failed first, and how, judged by its status or its process; None if none failed."""
-    gone = {process.rank: process.returncode for process in ended if process.rank is not None}
-    silent = {rank: code for rank, code in gone.items() if rank not in statuses}
-    failed = {rank: status for rank, status in statuses.items() if status.exit_code != 0}
-    if failed:
-        rank = min(failed, key=lambda r: (failed[r].waited, failed[r].time))
-        if failed[rank].waited:
-            return _find_missing(rank, statuses, silent, ranks)
-        return Failure(rank, failed[rank].exit_code, describe_status(failed[rank]))
-    if len(statuses) == len(ranks) or not ended:
-        return None
-    if silent:
-        return _find_silent(silent)
-    code = next((process.returncode for process in ended if process.returncode), 0)
+def find_failed_rank(snapshot: JobSnapshot) -> Optional[Failure]:
+    """Return which rank failed first, and how, judged by its record or its own process; None if none failed."""
+    if failed := snapshot.failed:
+        rank = min(failed, key=lambda r: (failed[r].waited, failed[r].ended))
+        return _find_missing(rank, snapshot) if failed[rank].waited else _recorded(rank, failed[rank])
+    if snapshot.silent:
+        return _find_silent(snapshot.silent)
+    return None
+
+
+def _find_failed_mpirun(snapshot: JobSnapshot, log_dir: Path) -> Optional[Failure]:
+    """Return what mpirun's exit code and output say, where ranks are its children; None if that is nothing."""
+    code = next((p.returncode for p in snapshot.exited if p.rank is None and p.returncode), 0)
     if code < 0:
         return Failure(None, 128 - code, f"mpirun {_killed(-code)}")
+    if not snapshot.exited or (snapshot.has_succeeded and not snapshot.with_threads):
+        return None
     return _read_mpirun(log_dir, code) or (Failure(None, code, "") if code else None)
 
 
-def _find_missing(
-    waiting: int, statuses: Mapping[int, Status], silent: dict[int, int], ranks: Sequence[int]
-) -> Failure:
+def _find_missing(waiting: int, snapshot: JobSnapshot) -> Failure:
     """Return the rank for which ``waiting`` and others gave up waiting: it is gone, has ended, or is still busy."""
-    code = statuses[waiting].exit_code
-    if silent:
-        return _find_silent(silent)
-    left = {rank: status for rank, status in statuses.items() if not status.waited}
-    if left:
-        rank = min(left, key=lambda r: left[r].time)
-        before = statuses[waiting].time - left[rank].time
+    ends = snapshot.ends
+    code = ends[waiting].exit_code or 1
+    if snapshot.silent:
+        return _find_silent(snapshot.silent)
+    if left := {rank: end for rank, end in ends.items() if not end.waited}:
+        rank = min(left, key=lambda r: left[r].ended)
+        before = ends[waiting].ended - left[rank].ended
         return Failure(rank, code, f"reached its end, and rank {waiting} waited {before:.0f} s longer for it,")
-    rank = next((rank for rank in ranks if rank not in statuses), waiting)
-    if rank == waiting:
-        return Failure(waiting, code, describe_status(statuses[waiting]))
-    return Failure(rank, code, f"was still busy elsewhere when rank {waiting} stopped waiting for it,")
+    busy = next((rank for rank in range(len(snapshot.ranks)) if rank not in ends), None)
+    if busy is None:
+        return _recorded(waiting, ends[waiting])
+    return Failure(busy, code, f"was still busy elsewhere when rank {waiting} stopped waiting for it,")
+
+
+def _recorded(rank: int, end: RankHeartbeat) -> Failure:
+    # A code above 128 is the script's own too: a rank that a signal has killed records nothing.
+    return Failure(rank, end.exit_code or 1, f"failed with exit code {end.exit_code}")
 
 
 def _find_silent(silent: dict[int, int]) -> Failure:
-    """Return the rank that left first, of those that ended without a status; a library then kills the others."""
+    """Return the rank that left first, of those that ended without a record; a library then kills the others."""
     rank = min(silent, key=lambda rank: (silent[rank] != 0, silent[rank] in _BY_OTHERS))
     code = silent[rank]
     return Failure(rank, 128 - code, _killed(-code)) if code < 0 else Failure(rank, code or 1, _left(code))
@@ -146,12 +148,6 @@ def _read_mpirun(log_dir: Path, code: int) -> Optional[Failure]:
     return None
 
 
-def describe_status(status: Status) -> str:
-    """Return a clause that says how a rank ended that has recorded its end."""
-    # A code above 128 is the script's own too: a rank that a signal has killed records nothing.
-    return f"failed with exit code {status.exit_code}"
-
-
 def _killed(number: int) -> str:
     return f"was killed by signal {int(number)}"
 
@@ -169,7 +165,7 @@ def report_failure(
     where: str = "",
     log_tail: str = "",
     shown: str = "0",
-    main: Optional[Status] = None,
+    has_shown_failure: bool = False,
 ) -> None:
     """Print which rank ended the job, when, and the end of its log, unless rank 0's output, which is shown, says why.
 
@@ -177,7 +173,7 @@ def report_failure(
         where: host of that rank, if the job has several.
         log_tail: end of that rank's log.
         shown: ranks whose output is shown as it is written, as given by ``--tee``.
-        main: status of rank 0 when its output was last shown; its later output is not shown.
+        has_shown_failure: whether rank 0 had failed when its output was last shown; its later output is not shown.
     """
     if failure.rank is None and failure.what:
         print(f"{failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
@@ -193,6 +189,6 @@ def report_failure(
     if failure.message:
         print(failure.message, file=sys.stderr)
         return
-    said_why = failure.rank == 0 or (main is not None and main.exit_code != 0)
+    said_why = failure.rank == 0 or has_shown_failure
     if not (said_why and shown != "none"):
         print(f"worker_{failure.rank}.log ends:\n{log_tail}", file=sys.stderr)

@@ -61,7 +61,6 @@ def describe_hang(
     stacks: Mapping[int, str],
     stopped: Collection[int],
     *,
-    lost: Collection[int] = (),
     log_dir: Path,
     timeout: float,
 ) -> Failure:
@@ -71,10 +70,9 @@ def describe_hang(
         finished: ranks that have ended.
         stacks: stacks of the ranks that have answered (:func:`stacks_of`).
         stopped: ranks whose processes are stopped.
-        lost: ranks without which the others have continued.
     """
     now = time.monotonic()
-    running = [number for number in range(len(ranks)) if number not in finished and number not in lost]
+    running = [number for number in range(len(ranks)) if number not in finished]
     waiting = [number for number in running if ranks[number].blocked_in and number not in stopped]
     others = [number for number in running if number not in waiting]
     said = [f"the job hangs: no rank has made progress for {timeout:.0f} s."]

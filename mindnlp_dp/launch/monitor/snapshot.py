@@ -12,16 +12,29 @@ from typing import Optional
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess
 from mindnlp_dp.launch.rendezvous.membership import Host
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 
 @dataclass
 class JobSnapshot:
-    """Progress of each rank, statuses of the ranks that have recorded their end, and all hosts' reports."""
+    """The heartbeat of each rank, and all hosts' reports."""
 
     ranks: list[RankHeartbeat]
-    statuses: dict[int, Status] = field(default_factory=dict)
     reports: list[HostReport] = field(default_factory=list)
+
+    @property
+    def ends(self) -> dict[int, RankHeartbeat]:
+        """Return the heartbeats of the ranks that have recorded the end of their script."""
+        return {number: rank for number, rank in enumerate(self.ranks) if rank.exit_code is not None}
+
+    @property
+    def failed(self) -> dict[int, RankHeartbeat]:
+        """Return the heartbeats of the ranks that have recorded a failure."""
+        return {number: rank for number, rank in self.ends.items() if rank.exit_code}
+
+    @property
+    def has_succeeded(self) -> bool:
+        return len(self.ends) == len(self.ranks) and not self.failed
 
     @property
     def oom_kills(self) -> int:
@@ -38,7 +51,7 @@ class JobSnapshot:
         return any(rank.pid for rank in self.ranks)
 
     @property
-    def ended(self) -> list[ExitedProcess]:
+    def exited(self) -> list[ExitedProcess]:
         """Return the launchers' own child processes that have ended: ranks, or mpirun, which has no rank."""
         return [process for report in self.reports for process in report.ended]
 
@@ -48,18 +61,38 @@ class JobSnapshot:
         return {rank for report in self.reports for rank in report.gone}
 
     @property
+    def stopped(self) -> list[int]:
+        """Return the ranks whose processes are stopped (SIGSTOP)."""
+        return [rank for report in self.reports for rank in report.stopped]
+
+    @property
+    def silent(self) -> dict[int, int]:
+        """Return the ranks whose processes have ended without a recorded end, and their return codes."""
+        return {p.rank: p.returncode for p in self.exited if p.rank is not None and p.rank not in self.ends}
+
+    @property
+    def ended_by_thread(self) -> list[int]:
+        """Return the ranks that another thread has ended after the main thread had succeeded."""
+        return [rank for rank in self.with_threads if rank in self.gone]
+
+    @property
+    def with_threads(self) -> list[int]:
+        """Return the ranks whose main thread has succeeded, and that have not recorded the end of other threads."""
+        return [number for number, rank in self.ends.items() if not rank.exit_code and not rank.threads_ended]
+
+    @property
+    def are_processes_over(self) -> bool:
+        return all(report.all_ended for report in self.reports)
+
+    @property
     def has_only_secondary_failures(self) -> bool:
         """Return whether all failed ranks only gave up waiting for another rank, whose own end is not known yet."""
-        failed = [status for status in self.statuses.values() if status.exit_code != 0]
-        silent = any(process.rank is not None and process.rank not in self.statuses for process in self.ended)
-        return bool(failed) and all(status.waited for status in failed) and not silent
+        return bool(self.failed) and all(rank.waited for rank in self.failed.values()) and not self.silent
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a rank has recorded a failure, or has ended without a status, whatever its exit code is."""
-        return any(status.exit_code != 0 for status in self.statuses.values()) or any(
-            process.rank is not None and process.rank not in self.statuses for process in self.ended
-        )
+        """Return whether a rank has recorded a failure, or has ended without a record, whatever its exit code is."""
+        return bool(self.failed or self.silent or self.ended_by_thread)
 
 
 def take_snapshot(hosts: Sequence[Host], attempt: Attempt) -> JobSnapshot:
@@ -68,7 +101,6 @@ def take_snapshot(hosts: Sequence[Host], attempt: Attempt) -> JobSnapshot:
     for host in hosts:
         report = host.poll()
         snapshot.reports.append(report)
-        snapshot.statuses.update(report.statuses)
         for rank, so_far in report.ranks.items():
             if rank < attempt.num_ranks:
                 snapshot.ranks[rank] = so_far

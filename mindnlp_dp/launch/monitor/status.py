@@ -14,8 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindnlp_dp.launch.log_dir import PROGRESS, RECORD, progress_file
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat, is_of_this_system, read
+from mindnlp_dp.launch.log_dir import open_to_write
+from mindnlp_dp.launch.monitor.snapshot import JobSnapshot
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
+from mindnlp_dp.runtime.printable import printable
+
+STATUS = "status.json"
+
+# The launcher writes twice a second; a status that is older is that of a launcher that was killed or is blocked.
+_OLD_SECONDS = 10.0
 
 # The time over which samples per second are averaged.
 _WINDOW_SECONDS = 10.0
@@ -47,81 +54,81 @@ class StatusLine:
         return ", ".join(parts)
 
 
-def read_of_all_hosts(log_dir: Path) -> list[RankHeartbeat]:
-    """Return the progress of all ranks; ranks of hosts that do not share this folder appear as not started."""
-    return [rank for rank, _ in _read_of_all_hosts(log_dir)]
+class StatusFile:
+    """The file ``status.json`` of a log folder, by which ``mindnlp-dp status`` knows what a job is doing.
+
+    It is written by the launcher, because ranks' memory is closed to other users.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._status: dict[str, Any] = {}
+
+    def write(self, snapshot: JobSnapshot, failures: Sequence[Mapping[str, Any]]) -> None:
+        """Write the status of an attempt."""
+        now, ranks = time.monotonic(), []
+        for number, rank in enumerate(snapshot.ranks):
+            entry: dict[str, Any] = {"rank": number, "pid": rank.pid or None, "update": rank.update}
+            entry["state"] = _state(rank, is_gone=number in snapshot.gone)
+            entry["loss"] = rank.loss if math.isfinite(rank.loss) else None
+            if entry["state"] == "waits":
+                entry["waits_in"], entry["waits_since"] = rank.blocked_in, round(now - rank.since, 3)
+            if entry["state"] in ("waits", "works"):
+                entry["last_progress"] = round(now - rank.changed, 3)
+            ranks.append(entry)
+        self._status = {
+            "log_dir": str(self._log_dir), "exit_code": None, "update": snapshot.update,
+            # Ranks log the same metrics; one that has failed may have older ones.
+            "speed": dict(max(snapshot.ranks, key=lambda rank: (bool(rank.speed), rank.update)).speed),
+            "alive": sum(entry["state"] in ("waits", "works") for entry in ranks),
+            "failures": list(failures), "ranks": ranks,
+        }  # fmt: skip
+        self._save()
+
+    def end(self, exit_code: int, failures: Sequence[Mapping[str, Any]]) -> None:
+        """Write that the job is over, if any of its attempts had started."""
+        if self._status:
+            for entry in self._status["ranks"]:
+                entry["state"] = "gone" if entry["state"] in ("waits", "works") else entry["state"]
+            self._status.update(exit_code=exit_code, alive=0, failures=list(failures))
+            self._save()
+
+    def _save(self) -> None:
+        self._status["time"] = time.time()
+        path = self._log_dir / STATUS
+        try:
+            temporary = path.with_name(f".{STATUS}")
+            with open(open_to_write(temporary), "w", encoding="utf-8") as file:
+                json.dump(self._status, file, allow_nan=False)
+            temporary.replace(path)
+        except OSError:
+            # The disk is full: then the status is older.
+            pass
 
 
-def _read_of_all_hosts(log_dir: Path) -> list[tuple[RankHeartbeat, bool]]:
-    """Return each rank's progress, and whether it is on this system: only then its process and times can be used."""
-    others = log_dir.glob(progress_file(1).replace("1", "*"))
-    paths = [log_dir / PROGRESS, *(path for path in others if path.name.rpartition("_")[2].isdecimal())]
-    ranks = [(rank, True) for rank in read(paths[0])]
-    for path in paths:
-        is_here = is_of_this_system(path)
-        for number, rank in enumerate(read(path)):
-            if rank.pid and number < len(ranks):
-                ranks[number] = rank, is_here
-    return ranks
-
-
-def status_of(log_dir: Path) -> dict[str, Any]:
-    """Return what is known about a job on this host, ready for JSON; times in seconds.
-
-    Ranks on other hosts that write to the same folder appear as they last reported.
+def read_status(log_dir: Path) -> dict[str, Any]:
+    """Return what a job's launcher has last written about it; times in seconds.
 
     Raises:
         ValueError: the folder is not one that ``mindnlp-dp run`` writes to.
     """
-    found = _read_of_all_hosts(log_dir)
-    if not found:
-        raise ValueError(f"{log_dir} is not a log folder of mindnlp-dp run: it has no file {PROGRESS!r}")
-    now, shown = time.monotonic(), []
-    for number, (rank, is_here) in enumerate(found):
-        entry: dict[str, Any] = {"rank": number, "pid": rank.pid or None, "update": rank.update}
-        entry["state"] = _state(rank, is_here=is_here)
-        entry["here"] = is_here
-        entry["loss"] = None if math.isnan(rank.loss) else rank.loss
-        if entry["state"] == "waits":
-            entry["waits_in"] = rank.blocked_in
-            entry["waits_since"] = round(now - rank.since, 3) if is_here else None
-        if entry["state"] in ("waits", "works") and is_here:
-            entry["last_progress"] = round(now - rank.changed, 3)
-        shown.append(entry)
-    return {
-        "log_dir": str(log_dir),
-        "update": max(rank.update for rank, _ in found),
-        # Ranks log the same metrics; one that was lost has older ones.
-        "speed": dict(max((rank for rank, _ in found), key=lambda rank: (bool(rank.speed), rank.update)).speed),
-        "alive": sum(entry["state"] in ("waits", "works") for entry in shown),
-        "failures": _failures(log_dir),
-        "ranks": shown,
-    }
+    try:
+        status = json.loads((log_dir / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        status = None
+    if not isinstance(status, dict):
+        raise ValueError(f"{log_dir} is not a log folder of mindnlp-dp run: it has no status in {STATUS}")
+    return status
 
 
-def _state(rank: RankHeartbeat, *, is_here: bool) -> str:
+def _state(rank: RankHeartbeat, *, is_gone: bool) -> str:
     if rank.exit_code is not None:
         return "done" if rank.exit_code == 0 else f"failed with exit code {rank.exit_code}"
     if not rank.pid:
         return "not begun"
-    if is_here and not rank.state:
+    if is_gone:
         return "gone"
     return "waits" if rank.blocked_in else "works"
-
-
-def _failures(log_dir: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (log_dir / RECORD).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    failures = []
-    for line in lines:
-        try:
-            failures.append(json.loads(line))
-        except ValueError:
-            # The line is only half written at this moment.
-            continue
-    return failures
 
 
 def _count(number: int, what: str) -> str:
@@ -144,25 +151,28 @@ def speed_text(speed: Mapping[str, float]) -> str:
 
 
 def status_text(status: dict[str, Any]) -> str:
-    """Format a status as a table for people."""
+    """Format a status as a table for people, without control characters, which its files may contain."""
     lines = [
         f"{status['log_dir']}: update {status['update']}, {status['alive']} of {len(status['ranks'])} ranks alive, "
         f"{_count(len(status['failures']), 'failure')} so far"
     ]
+    age = time.time() - status["time"]
+    if status["exit_code"] is not None:
+        lines.append(f"  the job has ended with exit code {status['exit_code']}")
+    elif age > _OLD_SECONDS:
+        lines.append(f"  written {age:.0f} s ago: since then its launcher was killed, or is stopped")
     if status["speed"]:
         lines.append(f"  since the last log line: {speed_text(status['speed'])}")
     for entry in status["ranks"]:
         line = f"  rank {entry['rank']:<4} update {entry['update']:<7} {entry['state']}"
         if "waits_in" in entry:
-            line += f" in {entry['waits_in']}"
-            line += "" if entry["waits_since"] is None else f" since {entry['waits_since']:.1f} s"
+            line += f" in {entry['waits_in']} since {entry['waits_since']:.1f} s"
         elif "last_progress" in entry:
             line += f"; last heard of {entry['last_progress']:.1f} s ago"
-        lines.append(line + ("" if entry["here"] else ", on another host, when it was last heard"))
+        lines.append(line)
     for failure in status["failures"]:
         what = failure["what"] or "before its ranks started"
         what = what if failure["rank"] is None else f"rank {failure['rank']} {what}"
         then = "not restarted" if failure["restart"] is None else f"restart {failure['restart']}"
-        then += ", in place" if failure.get("in_place") else ""
         lines.append(f"  failed in update {failure['update']}: {what}; {then}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat, Status
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,12 @@ class Attempt:
         number: number of this attempt, from 0.
         backend: "mpi" or "mindspore".
         command: the script, or ``-m`` and a module, and its arguments.
-        log_dir: log folder, the same path on every host.
+        log_dir: folder of the attempt's logs, the same path on every host.
         counts: number of ranks on each host, in the order of the ranks.
         addresses: addresses of the hosts; empty for a single host.
         index: index of this host among them.
         port: port of the scheduler of MindSpore's cluster, which is on the first host.
         variables: environment variables that ranks get in addition to the host's own.
-        in_place: whether ranks continue in their processes without a lost rank.
     """
 
     number: int
@@ -37,7 +36,6 @@ class Attempt:
     index: int = 0
     port: int = 0
     variables: dict[str, str] = field(default_factory=dict)
-    in_place: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -56,7 +54,6 @@ class HostReport:
 
     Attributes:
         ranks: progress of each rank; times by the reader's clock.
-        statuses: statuses of the ranks that have recorded their end.
         ended: processes that have ended.
         all_ended: whether all processes have ended, except those that only serve others.
         stopped: ranks whose process is stopped (SIGSTOP).
@@ -65,7 +62,6 @@ class HostReport:
     """
 
     ranks: dict[int, RankHeartbeat] = field(default_factory=dict)
-    statuses: dict[int, Status] = field(default_factory=dict)
     ended: list[ExitedProcess] = field(default_factory=list)
     all_ended: bool = False
     stopped: list[int] = field(default_factory=list)
@@ -77,7 +73,6 @@ class HostReport:
         now = time.monotonic()
         return {
             "ranks": {n: asdict(_shifted(rank, -now)) for n, rank in self.ranks.items()},
-            "statuses": {n: asdict(_since(status, now)) for n, status in self.statuses.items()},
             "ended": [asdict(ended) for ended in self.ended],
             "all_ended": self.all_ended,
             "stopped": self.stopped,
@@ -90,7 +85,6 @@ class HostReport:
         now = time.monotonic()
         return cls(
             {int(n): _shifted(RankHeartbeat(**rank), now) for n, rank in data["ranks"].items()},
-            {int(n): _since(Status(**status), now) for n, status in data["statuses"].items()},
             [ExitedProcess(**ended) for ended in data["ended"]],
             bool(data["all_ended"]),
             [int(n) for n in data["stopped"]],
@@ -99,15 +93,11 @@ class HostReport:
         )
 
 
-def _since(status: Status, now: float) -> Status:
-    """Return the status with its age in place of its time, or its time in place of its age."""
-    return replace(status, time=now - status.time)
-
-
 def _shifted(rank: RankHeartbeat, seconds: float) -> RankHeartbeat:
     """Return the progress with times by a clock that is ahead by ``seconds``; 0 means "no time" and stays."""
     return replace(
         rank,
         changed=rank.changed + seconds if rank.changed else 0.0,
         since=rank.since + seconds if rank.since else 0.0,
+        ended=rank.ended + seconds if rank.ended else 0.0,
     )

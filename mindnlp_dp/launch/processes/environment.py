@@ -116,6 +116,3 @@ def this_host_name() -> str:
 
 
 TOKEN_VARIABLE = "MINDNLP_DP_RDZV_TOKEN"
-
-# The path of the file from which a worker reads the command, as JSON.
-COMMAND_VARIABLE = "MINDNLP_DP_COMMAND_FILE"

@@ -16,7 +16,11 @@ _HERE = os.path.dirname(os.path.realpath(__file__))
 _ROOT = os.path.realpath(os.path.join(_HERE, *[os.pardir] * 3))
 
 
-def command(python: str, module: str) -> list[str]:
+# A program that runs the ranks' Python in place of this interpreter, with the same arguments: a profiler, for example.
+PYTHON_VARIABLE = "MINDNLP_DP_PYTHON"
+
+
+def command(module: str, python: str = sys.executable) -> list[str]:
     """Return the command line that runs a module this way."""
     return [python, os.path.join(_HERE, "run_module.py"), module]
 

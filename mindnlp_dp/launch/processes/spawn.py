@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,20 +16,16 @@ from typing import BinaryIO, Optional
 
 from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.event_loop import EventLoop
+from mindnlp_dp.launch.log_dir import open_log
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, find_mpirun
+from mindnlp_dp.launch.processes.run_module import PYTHON_VARIABLE
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.runtime.devices import default_device
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 GRACE_SECONDS = 3.0
 
 # HCCL and NCCL close their links to other cards at exit; a killed rank may leave its card unusable for a while.
 DEVICE_GRACE_SECONDS = 20.0
-
-# Loaded here, because little is safe between fork and exec. The number is Linux's (prctl(2)).
-_LIBC = ctypes.CDLL(None)
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,6 @@ def start_mpi(
     *,
     scratch: Path,
     remote_shell: Sequence[str],
-    in_place: bool = False,
 ) -> list[Process]:
     """Start mpirun on the first host, for the ranks of all hosts.
 
@@ -58,7 +52,6 @@ def start_mpi(
         counts: number of ranks on each host, by its address; for a single host the address does not matter.
         scratch: folder of this host for the files that MPI keeps while it runs.
         remote_shell: with several hosts: command that mpirun calls like ssh.
-        in_place: whether the other ranks survive the loss of a rank, and are notified of it.
     """
     mpirun = find_mpirun()
     if mpirun is None:
@@ -67,8 +60,6 @@ def start_mpi(
     options = ["-n", str(sum(counts.values())), "--bind-to", "none"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    if in_place:
-        options += ["--with-ft", "ulfm"]
     environment = clean_environment(environ)
     environment.setdefault("PRTE_MCA_prte_local_tmpdir_base", str(scratch))
     if len(counts) > 1:
@@ -115,9 +106,9 @@ def start_cluster(
 def start_scheduler(cluster: Cluster, environ: dict[str, str], log_file: Path) -> Process:
     """Start the scheduler of a cluster, where its workers join, on this host."""
     scheduler = "mindnlp_dp.communication.transports.mindspore.scheduler"
-    command = [*module_command(sys.executable, "mindnlp_dp.launch.processes.fork_client"), scheduler]
+    command = module_command(scheduler, environ.get(PYTHON_VARIABLE) or sys.executable)
     environment = cluster_environment(environ, "MS_SCHED", cluster.num_workers, cluster.scheduler)
-    with open(log_file, "wb") as log:
+    with open_log(log_file) as log:
         return Process(_popen(command, environment, log), None, serves=True)
 
 
@@ -127,31 +118,10 @@ def start_daemon(command: str, environ: dict[str, str], log: BinaryIO) -> Proces
 
 
 def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
-    launcher = os.getpid()
-
-    def begin() -> None:
-        # A launcher in the background of a shell script ignores SIGINT, but its ranks must not.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        set_parent_death_signal(launcher)
-
     # In a new session, so that Ctrl-C reaches only the launcher, which then ends every rank.
     return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-        preexec_fn=begin,  # noqa: PLW1509 -- the launcher has no threads
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )
-
-
-def set_parent_death_signal(parent: int, number: int = signal.SIGTERM) -> None:
-    """Ask Linux to end this process with its parent, which cannot do that itself if it is killed."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        # The parent had ended before the call above.
-        os._exit(1)
 
 
 def grace_seconds(environ: Mapping[str, str]) -> float:
@@ -166,27 +136,6 @@ def terminate(processes: Sequence[Process], grace: float, loop: EventLoop) -> No
             if process.popen.poll() is None:
                 _signal_session(process.popen.pid, number)
         loop.run_until(lambda: all(process.popen.poll() is not None for process in processes), grace)
-    for process in processes:
-        if process.popen.returncode:
-            kill_process_group(process.popen.pid)
-
-
-def kill_process_group(pid: int) -> None:
-    """Kill the processes that a failed process has started and that survive it: its group, if it had one."""
-    # If the process id exists, it belongs to another process now.
-    if not os.path.exists(f"/proc/{pid}"):
-        _signal_session(pid, signal.SIGKILL)
-
-
-def terminate_ranks(ranks: Sequence[RankHeartbeat], grace: float, loop: EventLoop) -> None:
-    """Wait until ranks have ended, and kill those that do not; they may be children of mpirun or a fork server."""
-    loop.run_until(lambda: not any(rank.state for rank in ranks), grace)
-    for rank in ranks:
-        if rank.state:
-            try:
-                os.kill(rank.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 def _signal_session(pid: int, number: int) -> None:

@@ -24,6 +24,9 @@ def _read(path: Path) -> str:
         return ""
 
 
+# The signal at which ranks write their stacks: not SIGUSR1, which scripts use (Slurm sends it before the time limit).
+SIGNAL = signal.SIGRTMAX - 1
+
 _STACK_SECONDS = 1.0
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -33,9 +36,9 @@ def stacks_of(ranks: Mapping[int, RankHeartbeat], log_dir: Path) -> dict[int, st
     """Return what :mod:`faulthandler`, set up by the workers for a signal, writes for the ranks that answer."""
     asked = {}
     for number, rank in ranks.items():
-        if rank.state and _handles(rank.pid, signal.SIGUSR1):
+        if rank.state and _handles(rank.pid, SIGNAL):
             try:
-                os.kill(rank.pid, signal.SIGUSR1)
+                os.kill(rank.pid, SIGNAL)
                 asked[number] = log_dir / f"worker_{number}.stacks"
             except OSError:
                 pass

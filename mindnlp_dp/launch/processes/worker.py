@@ -1,6 +1,7 @@
 """Run the user's script in the process of one rank, which mpirun or the launcher starts.
 
-``python run_module.py mindnlp_dp.launch.processes.worker LOG_DIR NPROC``, and ``[-m] SCRIPT ARGS...`` in a file.
+``python run_module.py mindnlp_dp.launch.processes.worker LOG_DIR NPROC``, and ``[-m] SCRIPT ARGS...`` in a file of the
+launcher's folder.
 
 On CPU the process binds itself to its cores before any thread starts. It sends its output to
 ``worker_R.log``, runs the script as ``python`` would, and records in its heartbeat
@@ -16,22 +17,25 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
-from mindnlp_dp.launch.log_dir import PROGRESS, LogFile
-from mindnlp_dp.launch.processes.environment import COMMAND_VARIABLE
-from mindnlp_dp.launch.processes.fork_client import ENVIRON_CHANGES, changes_of, exit_like, run_in_fork_server
+from mindnlp_dp.launch.log_dir import LogFile, open_log
+from mindnlp_dp.launch.processes import reaper
+from mindnlp_dp.launch.processes.stack_dumps import SIGNAL
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device
-from mindnlp_dp.runtime.job_context import in_place_recovery_enabled, ranks_of_this_host
+from mindnlp_dp.runtime.job_context import ranks_of_this_host
 from mindnlp_dp.runtime.launch_env import launched_rank
 from mindnlp_dp.runtime.threads import split_cores
+
+# Files of the launcher's folder: the command, as JSON, and the memory of the ranks' heartbeats.
+COMMAND_FILE, HEARTBEATS_FILE = "command.json", "heartbeats"
 
 # Rank 0's output is shown, so when all ranks fail together, rank 0 reports first.
 OTHERS_WAIT_SECONDS = 0.2
@@ -41,33 +45,21 @@ ECHOES_WAIT_SECONDS = 1.0
 
 
 def main() -> None:
-    """Run the rank in a child of the fork server, which has the slow imports done, or else in this process."""
-    sys.argv += json.loads(Path(os.environ[COMMAND_VARIABLE]).read_text())
-    ended = run_in_fork_server(os.environ, "mindnlp_dp.launch.processes.worker")
-    if ended is None:
-        run()
-    else:
-        exit_like(ended)
-
-
-def run() -> None:
     """Run the script as the rank that this process was started for, and record how it ended."""
-    log_dir, nproc = Path(sys.argv[1]), int(sys.argv[2])
-    command = sys.argv[3:]
+    log_dir, nproc, shared = Path(sys.argv[1]), int(sys.argv[2]), Path(os.environ[reaper.VARIABLE])
+    command = json.loads((shared / COMMAND_FILE).read_text())
     rank = launched_rank(os.environ)
+    # A launcher in the background of a shell script ignores it, but its ranks must not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # With cards, a block of cores may be far from the rank's card; the card's driver knows better.
     if default_device(os.environ) == "CPU":
         own = ranks_of_this_host(os.environ, nproc)
         os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), len(own), rank - own.start))
     log = LogFile(log_dir / f"worker_{rank}.log", os.environ)
     # For the launcher: this rank's progress, and its stacks when a signal asks for them.
-    writer = heartbeat.report_to(log_dir / os.environ.get(heartbeat.VARIABLE, PROGRESS), rank)
-    writer.after_update = log.rotate_if_large
-    if rank == 0:
-        environ = dict(os.environ)
-        writer.before_it_meets = lambda: _write_changes(log_dir, environ)
-    stacks = open(log_dir / f"worker_{rank}.stacks", "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    heartbeat.report_to(shared / HEARTBEATS_FILE, rank)
+    heartbeat.writer.after_update = log.rotate_if_large
+    faulthandler.register(SIGNAL, open_log(log_dir / f"worker_{rank}.stacks"), all_threads=True)
     # A segmentation fault in a kernel leaves the line of the script that called it in the log.
     faulthandler.enable(2, all_threads=False)
 
@@ -82,11 +74,8 @@ def run() -> None:
         os._exit(code)
     if code != 0 and (waited or rank != 0):
         time.sleep(ECHOES_WAIT_SECONDS if waited else OTHERS_WAIT_SECONDS)
-    writer.record_end(code, waited=waited)
+    heartbeat.writer.record_end(code, waited=waited)
     if code != 0:
-        if in_place_recovery_enabled(os.environ):
-            # mpirun ignores a rank that exits by itself, and would not notify the others.
-            os.kill(os.getpid(), signal.SIGKILL)
         os._exit(code)
     # A script without MindSpore, such as one that checks its arguments, has trained nothing.
     if nproc > 1 and "mindspore" in sys.modules and not _has_joined():
@@ -94,6 +83,11 @@ def run() -> None:
             f"warning: this script never called mindnlp_dp.init_process_group(): {nproc} processes did the same work "
             "independently"
         )
+    # As Python does before it ends: another thread of the script may still work, print, or end the process.
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    heartbeat.writer.record_end_of_threads()
     _silence_libraries()
 
 
@@ -101,14 +95,6 @@ def _say(text: str) -> None:
     """Print to this rank's log, if that can be written to."""
     with suppress(Exception):
         print(text, file=sys.stderr)
-
-
-def _write_changes(log_dir: Path, before: Mapping[str, str]) -> None:
-    """Record, for a fork server, which environment variables this rank's script has changed."""
-    try:
-        (log_dir / ENVIRON_CHANGES).write_text(json.dumps(sorted(changes_of(before))))
-    except OSError:
-        pass
 
 
 def _silence_libraries() -> None:

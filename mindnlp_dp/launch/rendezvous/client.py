@@ -101,7 +101,7 @@ class HostAgent:
         # Orders that have arrived and are not carried out yet.
         self._orders: list[dict[str, Any]] = []
         # What the last report said of ranks' ends, and when it was sent.
-        self._ended: tuple[list[int], int] = ([], 0)
+        self._ended: list[Any] = []
         self._reported = 0.0
         self._is_ending = False
         loop.handler = self
@@ -137,14 +137,14 @@ class HostAgent:
         finally:
             with self._termination.ignored():
                 self._is_ending = True
-                self._host.leave()
+                self._host.end()
             if self._connection is not None:
                 self._connection.close()
 
     def _follow_orders(self, connection: Connection) -> Optional[int]:
         """Follow orders until the job is over; return its exit code, or None if the endpoint is lost."""
         self._connection, self._orders, self._heard = connection, [], time.monotonic()
-        self._ended, self._reported = ([], 0), 0.0
+        self._ended, self._reported = [], 0.0
         self._say(**self._join)
         has_told = False
         while self._connection is not None:
@@ -174,7 +174,7 @@ class HostAgent:
         try:
             orders = self._connection.receive()
         except Exception as error:  # noqa: BLE001 -- whatever the endpoint says, this host's ranks are ended
-            self._lose(f"{where} is gone ({error or 'closed'})")
+            self._lose(f"{where} is gone ({str(error) or 'closed'})")
             return
         self._orders += orders
         if orders or elapsed > lost_after / 2:
@@ -191,7 +191,7 @@ class HostAgent:
             return
         # Ends are reported at once, progress twice a second. Between attempts the report is a heartbeat.
         report = self._host.poll()
-        ended = (sorted(report.statuses), len(report.ended))
+        ended = [(n, r.threads_ended) for n, r in report.ranks.items() if r.exit_code is not None] + [len(report.ended)]
         if now - self._reported >= _REPORT_SECONDS or ended != self._ended:
             self._reported, self._ended = now, ended
             self._say(say="report", **{"try": self._host.number}, report=report.to_json())
@@ -223,8 +223,6 @@ class HostAgent:
                 raise
         elif do == "daemon":
             self._host.run_daemon(str(order["command"]))
-        elif do == "prepare":
-            self._host.prepare_restart()
         elif do == "answer":
             self._say(say="answer", answer=self._answer(order))
         elif do == "end":
@@ -235,14 +233,7 @@ class HostAgent:
     def _answer(self, question: Mapping[str, Any]) -> Any:
         if question["what"] == "stacks":
             return self._host.stacks()
-        if question["what"] == "tail":
-            return self._host.tail(question["rank"])
-        try:
-            self._host.clear(question["log_dir"], question["number"])
-        except LaunchError as error:
-            self._say(say="leave", why=str(error))
-            raise
-        return True
+        return self._host.tail(question["rank"])
 
     def _say(self, **message: Any) -> None:
         if self._connection is not None:

@@ -68,20 +68,12 @@ class RemoteHost:
             except OSError as error:
                 self.lost = f"the connection to it broke ({error})"
 
-    def clear(self, log_dir: str, number: int) -> None:
-        answer = self._ask(what="clear", log_dir=log_dir, number=number)
-        if answer is None and not self.lost:
-            self.lost = "it does not answer"
-
     def start(self, attempt: Attempt) -> None:
         self._number, self._report, self._has_ended = attempt.number, HostReport(), False
         self.say(do="start", attempt=asdict(attempt))
 
     def run_daemon(self, command: str) -> None:
         self.say(do="daemon", command=command)
-
-    def prepare_restart(self) -> None:
-        self.say(do="prepare")
 
     def poll(self) -> HostReport:
         return self._report

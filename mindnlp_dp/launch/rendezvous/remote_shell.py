@@ -48,4 +48,4 @@ def command(endpoint: str, token: bytes, folder: Path) -> list[str]:
     file = folder / "rendezvous"
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
         out.write(f"{endpoint}\n{token.decode()}\n")
-    return [*module_command(sys.executable, "mindnlp_dp.launch.rendezvous.remote_shell"), str(file)]
+    return [*module_command("mindnlp_dp.launch.rendezvous.remote_shell"), str(file)]

@@ -45,7 +45,6 @@ class ParameterwiseZeroUpdater(MindNLPUpdater):
         scope: Optional[ModelScope] = None,
     ) -> None:
         super().__init__(optimizer, parameters, scheduler, scope)
-        self.is_sharded = True
         self._group = group
         owners = assign_parameters([math.prod(p.shape) for p in parameters], group.world_size)
         self._owners = {id(p): owner for p, owner in zip(parameters, owners)}

@@ -47,7 +47,6 @@ from mindnlp_dp.training.trainer.mindnlp_trainer import (
     TrainingArguments,
 )
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
-from mindnlp_dp.training.trainer.shrink_recovery import can_shrink, state_of_survivors
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
 from mindnlp_dp.training.trainer.training_loop import TrainingLoop
 from mindnlp_dp.training.uninitialized_weights import check_values
@@ -218,10 +217,10 @@ class DataParallelTrainerBase(abc.ABC):
 
     # Training.
 
-    def choose_run(self, resume_from: Union[str, Path, bool, None], *, job: Optional[str] = None) -> None:
+    def choose_run(self, resume_from: Union[str, Path, bool, None]) -> None:
         """Set ``resumed_from`` to the checkpoint that training starts from; None: it starts at update 0. A collective.
 
-        In a ``job`` that was restarted or lost a rank, the newest checkpoint that the job itself wrote comes first.
+        In a job that was restarted, the newest checkpoint that the job itself wrote comes first.
         """
         if not callable(self.loss_weight):
             raise TypeError(
@@ -244,7 +243,7 @@ class DataParallelTrainerBase(abc.ABC):
         try:
             self.resumed_from, self.run_id = self.world.run_on_rank0(
                 lambda: choose_checkpoint(
-                    Path(self.args.output_dir), resume_from, self._saves, job=job or job_if_restarted(os.environ)
+                    Path(self.args.output_dir), resume_from, self._saves, job=job_if_restarted(os.environ)
                 ),
                 "looking for a checkpoint",
             )
@@ -326,39 +325,14 @@ class DataParallelTrainerBase(abc.ABC):
             self.training_loop.unshare_weights()
 
     def _run_training_loop(self, ignore_keys_for_eval: Optional[list[str]]) -> Any:
-        checkpoint = None
-        if self.resumed_from is not None:
-            checkpoint = load_run(self, self.resumed_from)
         # Drop the loop of an earlier call.
         vars(self).pop("training_loop", None)
-        micro_batch_size = self._train_batch_size
-        while True:
-            self._train_batch_size = micro_batch_size
-            try:
-                self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
-                checkpoint = None
-                with medium_precision(self.args.bf16), restored_generators():
-                    return self.training_loop.run()
-            except Exception as error:  # noqa: BLE001
-                # Handled outside of this block, so that later errors are not chained to it.
-                caught = error
-            checkpoint = self._state_of_survivors(caught)
-            # The error's traceback would keep the failed loop and its memory alive.
-            del caught
-
-    def _state_of_survivors(self, error: Exception) -> dict[str, Any]:
-        """Return the state to continue with if ``error`` reports a lost rank, else raise it.
-
-        It starts again if another rank is lost meanwhile.
-        """
-        while can_shrink(self, error):
-            self._synchronizer = None
-            try:
-                return state_of_survivors(self)
-            except Exception as another:  # noqa: BLE001
-                caught = another
-            error = caught
-        raise error
+        checkpoint = None if self.resumed_from is None else load_run(self, self.resumed_from)
+        self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
+        # The loop drops it when it is restored.
+        del checkpoint
+        with medium_precision(self.args.bf16), restored_generators():
+            return self.training_loop.run()
 
     def _training_loader(self, dataset: Any) -> Any:
         """Return a loader of this rank's part of a data set, in the order and the batches that the arguments set."""

@@ -16,7 +16,6 @@ from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.job_context import max_world_size
 from mindnlp_dp.training.run_state import check_same_data
-from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.batch_scaling import ElasticBatchSchedule, batch_of
 from mindnlp_dp.training.trainer.best_model import record_best_model
 from mindnlp_dp.training.trainer.mindnlp_trainer import TRAINER_STATE_NAME
@@ -30,14 +29,13 @@ def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[An
     steps of the loader may then differ from those of the arguments. Raises ValueError if the data is not the saved
     run's, or if a pipeline's batches cannot make up that global batch.
     """
-    whole, saved = saved, None if restarts_epoch(trainer.args, saved) else saved
+    whole, saved = saved, None if trainer.args.ignore_data_skip else saved
     planned = _global_batch(trainer) if saved is None else saved["planned_batch_size"]
     trainer.global_batch_size = None if planned is None else batch_of(planned, trainer.world.world_size)
     loader = trainer.open_training_data()
     pace = ElasticBatchSchedule(loader, planned, trainer.global_batch_size, whole)
-    # This collective runs even if nothing is resumed: after a rank was lost, ranks are at different places.
-    data = trainer.args.data_order(loader)
     if saved is not None:
+        data = trainer.args.data_order(loader)
         check_same_data(data, saved["data"], "start the epoch again with ignore_data_skip=True")
     is_derived = trainer.global_batch_size is not None and trainer.args.global_batch_size is None
     is_changed = is_derived and loader.micro_steps != trainer.args.gradient_accumulation_steps
@@ -50,11 +48,6 @@ def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[An
             f"gradient_accumulation_steps is {loader.micro_steps}"
         )
     return loader, pace
-
-
-def restarts_epoch(args: DataParallelArgumentsBase, saved: Optional[dict[str, Any]]) -> bool:
-    """Tell whether ``ignore_data_skip`` restarts the epoch; never when a run continues in place without a lost rank."""
-    return args.ignore_data_skip and not (saved or {}).get("in_place", False)
 
 
 def _global_batch(trainer: Any) -> Optional[int]:

@@ -50,7 +50,6 @@ from mindnlp_dp.training.train_step import TrainStep
 from mindnlp_dp.training.trainer.best_model import holds_weights
 from mindnlp_dp.training.trainer.callbacks import (
     BEFORE_OPTIMIZER,
-    STOPS,
     ControlAgreement,
     call_optimizer_event,
     callback_states,
@@ -59,7 +58,7 @@ from mindnlp_dp.training.trainer.callbacks import (
     takes_event,
 )
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, TrainerCallback, TrainerState, TrainOutput, has_length
-from mindnlp_dp.training.trainer.resuming import make_epoch_loader, restarts_epoch
+from mindnlp_dp.training.trainer.resuming import make_epoch_loader
 
 
 class TrainingLoop:
@@ -75,9 +74,7 @@ class TrainingLoop:
         self.trainer = trainer
         self.group, self.world = trainer.group, trainer.world
         self.checkpoint = checkpoint
-        # The state that the loop continues from; None once an update is done.
-        self.resumed_from = checkpoint
-        # Whether trainer.state and the train step already belong to this loop.
+        # Whether the train step exists and the run is restored.
         self.is_set_up = False
         self.ignore_keys_for_eval = ignore_keys_for_eval
         self.loader, self.pace = make_epoch_loader(trainer, checkpoint)
@@ -95,7 +92,6 @@ class TrainingLoop:
         self.loss_check = self._loss_check()
         mean = loss_mean(trainer.model)
         self.is_shifted = mean is not None and mean.is_shifted
-        self.updates_done = 0
         self.grad_norm: Optional[float] = None
         # The metrics of an evaluation since the last update.
         self.metrics: Optional[dict[str, float]] = None
@@ -143,8 +139,6 @@ class TrainingLoop:
         self.speed.start()
         trainer.control = handler.on_train_begin(args, state, trainer.control)
         self._follow_optimizer()
-        if self.starts_over:
-            is_over |= self._run_pending()
         self.agree(trainer.control)
         while not is_over and self.position.epoch < num_epochs:
             self._run_epoch()
@@ -225,18 +219,6 @@ class TrainingLoop:
         self.train_step.updater = self._make_updater()
         self.train_step.updater.load_optimizer_state(state)
 
-    def _run_pending(self) -> bool:
-        """Log, evaluate and save as was due when a rank was lost; return whether the run is over after that."""
-        saved, control = self.checkpoint, self.trainer.control
-        assert saved is not None, "a run that starts again after a lost rank has its state"
-        for flag, value in saved["pending"].items():
-            setattr(control, flag, value)
-        self.metrics = saved["metrics"]
-        self._log_evaluate_save()
-        # A stop that follows from this evaluation must survive when the saved flags are restored.
-        saved["flags"].update({flag: self.agree.agreed[flag] for flag in STOPS})
-        return saved["position"]["ending_epoch"] and self.agree.agreed["should_training_stop"]
-
     # An epoch.
 
     def _run_epoch(self) -> None:
@@ -263,7 +245,7 @@ class TrainingLoop:
             if args.sync_stats and self.world.is_main:
                 print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
             self.grad_norm = self.grad_norm if norm is None else norm
-            self.count_update()
+            self._count_update()
             self.timeline.end_update(trainer.state.global_step)
             self._log_evaluate_save()
         if position.epoch_done and position.update == 0:
@@ -275,11 +257,10 @@ class TrainingLoop:
         trainer.control = trainer.callback_handler.on_epoch_end(args, trainer.state, trainer.control)
         self._log_evaluate_save()
 
-    def count_update(self) -> None:
+    def _count_update(self) -> None:
         """Record an update: advance the position, set the learning rate and call ``on_step_end``."""
         trainer, position = self.trainer, self.position
-        self.updates_done += 1
-        self.resumed_from = self.metrics = self.saved_as = None
+        self.metrics = self.saved_as = None
         position.update += 1
         trainer.state.global_step += 1
         trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
@@ -488,31 +469,15 @@ class TrainingLoop:
 
     # Saving and resuming.
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether this rank alone has the full state of the last update that it has finished, to continue from."""
-        if self.starts_over or not self.is_set_up:
-            return self.starts_over
-        return not self.train_step.updater.is_updating and not self.train_step.updater.is_sharded
-
-    @property
-    def starts_over(self) -> bool:
-        """Whether the loop continues after a lost rank and has done no update yet: ``resumed_from`` is its state."""
-        return self.resumed_from is not None and "pending" in self.resumed_from
-
-    def abandon(self) -> None:
-        """Mark this loop's state as invalid: another rank's weights are about to replace its own."""
-        self.resumed_from, self.is_set_up = None, False
-
-    def state(self, *, keep: Optional[bool] = None, sharded: bool = False) -> dict[str, Any]:
+    def state(self, *, sharded: bool = False) -> dict[str, Any]:
         """Return the full state of this run, except the model's weights; the same on every rank.
 
-        ``keep`` says whether this rank needs the optimizer's arrays; by default only ranks that save do. With
-        ``sharded``, every rank has its pieces of those arrays that the ranks shard.
+        Only ranks that save keep the optimizer's arrays. With ``sharded``, every rank has its pieces of those arrays
+        that the ranks shard.
         """
         trainer = self.trainer
         return {
-            **self.run_state.state(keep=self.args.should_save if keep is None else keep, sharded=sharded),
+            **self.run_state.state(keep=self.args.should_save, sharded=sharded),
             "callbacks": callback_states(trainer.callback_handler.callbacks),
             "data": self.args.data_order(self.loader),
             "settings": self.args.result_settings(),
@@ -533,12 +498,11 @@ class TrainingLoop:
         trainer.state = TrainerState(**copy.deepcopy(saved["trainer_state"]))
         trainer.load_callback_states(saved)
         trainer._globalstep_last_logged = saved["last_logged"]
-        if not saved.get("in_place", False):
-            self.saved_as = trainer.resumed_from
+        self.saved_as = trainer.resumed_from
         self.grad_norm = saved["grad_norm"]
         position, step = Position(**saved["position"]), trainer.state.global_step
         self.position = position.resume_point()
-        if restarts_epoch(self.args, saved):
+        if self.args.ignore_data_skip:
             self.position.update = self.position.offset = 0
         else:
             self.position = self.pace.resume(self.position, saved)
@@ -557,9 +521,9 @@ class TrainingLoop:
         state = self.trainer.state
         if not saved["flags"]["should_training_stop"] or state.global_step >= state.max_steps:
             return False
-        is_restarted = saved.get("in_place", False) or job_if_restarted(os.environ) is not None
+        is_restarted = job_if_restarted(os.environ) is not None
         stopped_early = any(map(has_stopped_early, self.trainer.callback_handler.callbacks))
-        if self.trainer.world.is_main and not saved.get("in_place", False):
+        if self.trainer.world.is_main:
             where = f"this run was stopped at update {state.global_step} of {total}"
             if stopped_early:
                 print(f"{where} by early stopping, and has ended: nothing is left to train", flush=True)

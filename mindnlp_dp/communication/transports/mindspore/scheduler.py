@@ -1,7 +1,7 @@
 """This module runs the scheduler process of MindSpore's cluster; the launcher starts it without the user's script."""
 
 
-def run() -> None:
+def main() -> None:
     """Serve until the cluster has ended, then end this process."""
     from mindspore import communication
 
@@ -9,4 +9,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    main()

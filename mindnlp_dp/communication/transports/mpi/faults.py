@@ -1,4 +1,4 @@
-"""This module decides how a rank of an MPI job exits, and continues with the surviving ranks after a rank was lost.
+"""This module decides how a rank of an MPI job exits.
 
 MPI is finalized only by all ranks together. A failed rank would wait there for the others, which wait for it
 in a collective, forever. So an exception aborts the job. A rank that has finished sleeps here until the others have
@@ -6,11 +6,6 @@ finished, and prints after a while that it waits.
 
 Python does not tell its exit handlers the exit code: under plain ``mpirun python script.py``, a rank that calls
 ``sys.exit(3)`` has just finished early. ``mindnlp-dp run`` and ``python -m mpi4py`` know the code, and end the job.
-
-With ULFM, "User Level Failure Mitigation" (Bland et al., "Post-failure recovery of MPI communication capability",
-2013), which is in OpenMPI 5, a lost rank does not end the job: mpirun must be started with ``--with-ft ulfm``. A rank
-that notices the loss revokes its communicators, so that ranks that wait for other ranks notice it, too. All then call
-``Shrink``, in which they agree on the survivors.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ import sys
 import termios
 import time
 import types
-from collections.abc import Sequence
 from typing import Any, Optional
 
 # How long a finished rank waits for the others before it prints a message.
@@ -32,20 +26,11 @@ PATIENCE_SECONDS = 10.0
 
 POLL_SECONDS = 0.02
 
-# The communicator whose ranks exit together.
-_exit_comm: Any = None
-
-
-def set_exit_group(comm: Any) -> None:
-    """Make this rank exit together with the ranks of ``comm`` only, from now on. A collective of these ranks."""
-    global _exit_comm
-    _exit_comm = comm.Dup()
-
 
 def abort_job_on_failure(mpi: Any) -> None:
     """Make a failure of this rank end all ranks of the job, from now on. A collective; ``mpi`` is ``mpi4py.MPI``."""
-    set_exit_group(mpi.COMM_WORLD)
-    if _exit_comm.Get_size() == 1:
+    comm = mpi.COMM_WORLD.Dup()
+    if comm.Get_size() == 1:
         return
     previous, set_abort_status = sys.excepthook, mpi._set_abort_status
     will_abort = False
@@ -64,14 +49,8 @@ def abort_job_on_failure(mpi: Any) -> None:
         mpi.COMM_WORLD.Abort(1)
 
     def leave() -> None:
-        if mpi.Is_finalized() or will_abort:
-            return
-        try:
-            _wait_for_the_others(_exit_comm)
-        except mpi.Exception as error:
-            # A lost rank cannot be waited for.
-            if not is_rank_failure(error):
-                raise
+        if not mpi.Is_finalized() and not will_abort:
+            _wait_for_the_others(comm)
 
     sys.excepthook = excepthook
     mpi._set_abort_status = note_abort_status
@@ -110,26 +89,3 @@ def _wait_for_the_others(comm: Any) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def is_rank_failure(error: Optional[BaseException]) -> bool:
-    """Return whether an error, or one of its causes, is MPI's error for a lost rank."""
-    while error is not None:
-        if type(error).__module__ == "mpi4py.MPI":
-            from mpi4py import MPI
-
-            if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):  # type: ignore[attr-defined]
-                return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def surviving_ranks(comm: Any, others: Sequence[Any]) -> Any:
-    """Return a communicator of the surviving ranks of ``comm``, in its order; ``others`` are their other communicators.
-
-    A collective of the surviving ranks. The old communicators can no longer be used. They are not freed, because
-    freeing one is a collective of all of its ranks.
-    """
-    for each in (*others, comm):
-        each.Revoke()
-    return comm.Shrink()

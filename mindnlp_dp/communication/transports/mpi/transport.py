@@ -14,12 +14,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import HostChannel
-from mindnlp_dp.communication.transports.mpi.faults import (
-    abort_job_on_failure,
-    is_rank_failure,
-    set_exit_group,
-    surviving_ranks,
-)
+from mindnlp_dp.communication.transports.mpi.faults import abort_job_on_failure
 from mindnlp_dp.communication.transports.mpi.shared_memory import (
     STAGE_BYTES,
     HostExchange,
@@ -56,25 +51,25 @@ class MPIChannel(HostChannel):
     It duplicates the communicators, because another thread may exchange on it while collectives are called.
 
     Attributes:
-        comms: communicators of all ranks, of this host's ranks, and of the ranks with this local rank on every host.
         exchange: object that sums rows of shared memory.
         memory: allocator of these rows.
     """
 
     def __init__(self, mpi: Any, comms: Sequence[Any], memory: HostMemory, cannot_overlap: str) -> None:
         self._mpi = mpi
-        self.comms = [comm.Dup() for comm in comms]
-        self.world_size = self.comms[0].Get_size()
-        self.exchange = HostExchange(*self.comms[1:])
+        # Of all ranks, of this host's ranks, and of the ranks with this local rank on every host.
+        self._comms = [comm.Dup() for comm in comms]
+        self.world_size = self._comms[0].Get_size()
+        self.exchange = HostExchange(*self._comms[1:])
         self.memory = memory
         self.cannot_overlap = cannot_overlap
         # The slices of one local rank on all hosts are consecutive, because one ring reduces them. The order stays the
         # same if memory can no longer be shared later.
-        everybody, host, peers = self.comms
+        everybody, host, peers = self._comms
         self.slice_index = host.rank * peers.size + peers.rank if memory.is_available else everybody.rank
 
     def all_reduce_in_place(self, buffer: np.ndarray, waiter: Optional[PollingWait] = None) -> None:
-        all_reduce_in_place(self.comms[0], buffer, self._mpi.SUM, waiter)
+        all_reduce_in_place(self._comms[0], buffer, self._mpi.SUM, waiter)
 
     @property
     def shares_memory(self) -> bool:  # type: ignore[override]
@@ -82,7 +77,7 @@ class MPIChannel(HostChannel):
 
     @property
     def num_hosts(self) -> int:  # type: ignore[override]
-        return self.comms[2].Get_size()
+        return self._comms[2].Get_size()
 
     @property
     def is_first_of_host(self) -> bool:  # type: ignore[override]
@@ -102,7 +97,7 @@ class MPIChannel(HostChannel):
         return self.exchange.bytes_sent
 
     def close(self) -> None:
-        for comm in self.comms:
+        for comm in self._comms:
             comm.Free()
 
 
@@ -123,7 +118,6 @@ class MPITransport(HostTransport):
         self._exchange = HostExchange(self._host, self._peers)
         why_not = why_not_shared(self._comm.allgather(self.local_world_size))
         self._memory = HostMemory(self._comm, self._host, is_available=self.world_size > 1 and not why_not)
-        self._channels: list[MPIChannel] = []
         self.channel = self._new_channel()
         self._pair, self._largest = np.zeros(2, np.int64), np.zeros(2, np.int64)
         if comm is None:
@@ -145,26 +139,7 @@ class MPITransport(HostTransport):
             cannot_overlap = "there is one rank"
         elif self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
             cannot_overlap = "this MPI was started without MPI_THREAD_MULTIPLE"
-        channel = MPIChannel(self._mpi, (self._comm, self._host, self._peers), self._memory, cannot_overlap)
-        self._channels.append(channel)
-        return channel
-
-    def is_rank_failure(self, error: BaseException) -> bool:
-        return is_rank_failure(error)
-
-    def shrink(self) -> MPITransport:
-        comm, others = self._comm, [self._host, self._peers, *(comm for c in self._channels for comm in c.comms)]
-        while True:
-            comm, others = surviving_ranks(comm, others), []
-            try:
-                transport = MPITransport(comm)
-                set_exit_group(comm)
-            except self._mpi.Exception as error:
-                # Another rank may have been lost meanwhile.
-                if not is_rank_failure(error):
-                    raise
-            else:
-                return transport
+        return MPIChannel(self._mpi, (self._comm, self._host, self._peers), self._memory, cannot_overlap)
 
     def all_reduce(self, x: np.ndarray, op: str) -> np.ndarray:
         wide = x.astype(np.float32) if x.dtype == np.float16 else x

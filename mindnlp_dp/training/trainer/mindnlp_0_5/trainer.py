@@ -178,12 +178,10 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=exporting).stateful_callbacks
 
     def load_callback_states(self, saved: Mapping[str, Any]) -> None:
-        # In place, the callbacks are there; they are not replaced by new ones with the saved arguments.
-        if not saved.get("in_place", False):
-            control = self.control
-            self._load_callback_state()  # type: ignore[attr-defined]
-            # The flags are agreed on by all ranks.
-            self.control = control
+        control = self.control
+        self._load_callback_state()  # type: ignore[attr-defined]
+        # The flags are agreed on by all ranks.
+        self.control = control
         super().load_callback_states(saved)
 
     def write_pickled_weights(self, folder: Path) -> None:

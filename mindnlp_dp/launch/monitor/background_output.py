@@ -1,8 +1,8 @@
-"""Write the launcher's output without blocking, even if its reader has paused.
+"""Write the launcher's output from a thread, so that no reader keeps the launcher waiting.
 
 A terminal may be stopped (Ctrl-S), or no process may read a pipe. :mod:`mindnlp_dp.launch.run` uses this module while a
-job runs. Standard output and standard error are passed on as fast as the reader takes them. The rest stays in memory;
-ranks' logs are read no further until it is taken (console.py).
+job runs: what is printed is put into memory, and a thread writes it. Ranks' logs are read no further until it has
+(console.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import errno
 import io
 import os
 import select
-import socket
-import stat
 import sys
-import time
-from typing import Any, Optional, TextIO, Union
+import threading
+from typing import Any, Optional, TextIO
 
 _MOST_AT_ONCE = 1 << 16
 
@@ -25,20 +23,25 @@ _MAY_PASS = (errno.ENOSPC, errno.EDQUOT)
 # How long to wait for the reader after the user has interrupted the job.
 _LAST_SECONDS = 1.0
 
+# How long a thread may take to write to a reader that keeps up.
+_BRIEFLY_SECONDS = 0.01
+
 
 class Output(io.RawIOBase):
-    """A writer to one descriptor that accepts all data at once, and passes on what the reader takes.
+    """Accepts all data at once; a thread writes it to a descriptor as fast as the reader takes it.
 
     Attributes:
         error: why nothing more can be written, such as a reader that is gone; None while writing is possible.
-        patience: seconds to wait at the end until the reader has taken all data.
+        patience: seconds to wait at the end until the reader has taken all data; None: as long as it takes.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._own = descriptor, _open_without_waiting(descriptor)
-        self._pending = bytearray()
+        self._descriptor = descriptor
+        self._pending, self._changed = bytearray(), threading.Condition()
         self.error: Optional[OSError] = None
-        self.patience = float("inf")
+        self.patience: Optional[float] = None
+        # It may still wait for the reader when the launcher ends.
+        threading.Thread(target=self._write_all, daemon=True, name="output").start()
 
     def writable(self) -> bool:
         return True
@@ -50,77 +53,42 @@ class Output(io.RawIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, data: Any) -> int:
-        if self.error is None:
-            self._pending += data
-        self.flush()
+        with self._changed:
+            if self.error is None and not self.closed:
+                self._pending += data
+                self._changed.notify_all()
         return len(data)
 
-    def flush(self) -> None:
-        """Pass on what the reader takes now."""
-        while self._pending:
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self.closed)
+                if self.closed:
+                    return
+                data = bytes(self._pending[:_MOST_AT_ONCE])
             try:
-                written = self._write_some()
+                written, error = os.write(self._descriptor, data), None
             except BlockingIOError:
-                return
-            except OSError as error:
+                # Another process that has the same pipe or terminal open has made it non-blocking.
+                select.select([], [self._descriptor], [], 1.0)
+                continue
+            except OSError as failed:
+                written, error = len(self._pending), failed
+            with self._changed:
                 # A full disk may have room later; the data that it has not taken is in the logs.
-                self.error = None if error.errno in _MAY_PASS else error
-                self._pending.clear()
-                return
-            if not written:
-                return
-            del self._pending[:written]
+                self.error = None if error is None or error.errno in _MAY_PASS else error
+                del self._pending[:written]
+                self._changed.notify_all()
 
-    def _write_some(self) -> int:
-        if isinstance(self._own, socket.socket):
-            return self._own.send(self._pending[:_MOST_AT_ONCE], socket.MSG_DONTWAIT)
-        if self._own is not None:
-            return os.write(self._own, self._pending[:_MOST_AT_ONCE])
-        # A pipe that is ready takes PIPE_BUF bytes without blocking; so does a terminal, with rare exceptions.
-        return os.write(self._descriptor, self._pending[: select.PIPE_BUF]) if self._can_be_written(0) else 0
-
-    def _can_be_written(self, seconds: float) -> bool:
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLOUT)
-        return bool(poll.poll(1000 * seconds))
-
-    @property
-    def has_unwritten(self) -> bool:
-        """Return whether the reader has not taken all data yet."""
-        self.flush()
-        return bool(self._pending)
-
-    def drain(self) -> None:
-        """Wait until all data is taken, for at most :attr:`patience` seconds."""
-        deadline = time.monotonic() + self.patience
-        while self.has_unwritten and (left := deadline - time.monotonic()) > 0:
-            self._can_be_written(min(left, 1.0))
+    def drain(self, seconds: Optional[float]) -> bool:
+        """Wait until all data is taken, for so many seconds at most; return whether it was."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, seconds)
 
     def close(self) -> None:
-        self._pending.clear()
-        super().close()
-        if isinstance(self._own, socket.socket):
-            self._own.close()
-        elif self._own is not None:
-            os.close(self._own)
-        self._own = None
-
-
-def _open_without_waiting(descriptor: int) -> Union[int, socket.socket, None]:
-    """Open the same file again, so that other holders of it still block; None if that is impossible or not needed.
-
-    It is not needed for a file on a disk, where a new descriptor would have another position.
-    """
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return None
-    try:
-        if stat.S_ISSOCK(mode):
-            return socket.socket(fileno=os.dup(descriptor))
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:
-        # For example another user's terminal.
-        return None
+        with self._changed:
+            super().close()
+            self._changed.notify_all()
 
 
 class _TextSink(io.RawIOBase):
@@ -139,8 +107,8 @@ class _TextSink(io.RawIOBase):
         return len(data)
 
 
-class NonBlockingStdio:
-    """Makes ``sys.stdout`` and ``sys.stderr`` non-blocking inside the block, and waits at its end until all is taken.
+class BackgroundOutput:
+    """Makes ``sys.stdout`` and ``sys.stderr`` write from threads inside the block, and waits for them at its end.
 
     Ctrl-C ends that wait.
     """
@@ -149,7 +117,7 @@ class NonBlockingStdio:
         self._before: tuple[Optional[TextIO], Optional[TextIO]] = (sys.stdout, sys.stderr)
         self._outputs: list[Output] = []
 
-    def __enter__(self) -> NonBlockingStdio:
+    def __enter__(self) -> BackgroundOutput:
         sys.stdout, sys.stderr = (self._unhurried(stream) for stream in self._before)
         return self
 
@@ -160,23 +128,20 @@ class NonBlockingStdio:
             return io.TextIOWrapper(sink, "utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
         try:
             stream.flush()
-            output = Output(stream.fileno())
+            file = os.fstat(stream.fileno())
         except (OSError, ValueError):
             # The stream is closed, or keeps its output in memory.
             return stream
         # On a terminal both streams are one file; with one Output their lines stay in order.
-        for other in self._outputs:
-            if os.path.samestat(os.fstat(other.fileno()), os.fstat(output.fileno())):
-                output.close()
-                output = other
-        if output not in self._outputs:
-            self._outputs.append(output)
+        output = next((other for other in self._outputs if os.path.samestat(os.fstat(other.fileno()), file)), None)
+        if output is None:
+            self._outputs.append(output := Output(stream.fileno()))
         return io.TextIOWrapper(output, stream.encoding, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
 
     def __exit__(self, *_: object) -> None:
         try:
             for output in self._outputs:
-                output.drain()
+                output.drain(output.patience)
         except KeyboardInterrupt:
             pass
         finally:
@@ -198,7 +163,7 @@ def stop_waiting_for_readers() -> None:
 def has_unwritten(stream: TextIO) -> bool:
     """Return whether data was written to the stream that its reader has not taken yet."""
     output = _output_of(stream)
-    return output is not None and output.has_unwritten
+    return output is not None and not output.drain(_BRIEFLY_SECONDS)
 
 
 def write_error() -> Optional[OSError]:
