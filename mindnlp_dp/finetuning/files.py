@@ -102,8 +102,8 @@ def _other_encoding(path: str, content: bytes) -> InputError:
     # Several encodings fit a short text. GB 18030, which includes GBK, is the most frequent of them.
     encoding = "gb18030" if "gb18030" in found else found[0]
     reads = (content.decode(encoding, "replace").splitlines() or [""])[line - 1 :][:1]
-    name = encoding.replace("_", "-").upper()
-    name = name[:-3] + name[-2:] if name.startswith("UTF-") and name.endswith(("-LE", "-BE")) else name
+    # iconv writes UTF-16LE.
+    name = encoding.upper().replace("_16_", "-16").replace("_32_", "-32").replace("_", "-")
     target = Path(path).with_suffix(f".utf8{Path(path).suffix}")
     return InputError(
         f"{path}, line {line}: not UTF-8; as {name} it reads {shown(''.join(reads).strip())}. If that is right, "
@@ -187,24 +187,18 @@ def _json(file: TextIO, path: str) -> Iterator[Row]:
 
 
 def _json_list(text: str, path: str) -> Iterator[Row]:
-    at, line, is_first = text.index("[") + 1, 1, True
-    counted = 0
-    while True:
-        at = _after_spaces(text, at)
-        line, counted = line + text.count("\n", counted, at), at
-        where = f"{path}, line {line}"
-        if text[at : at + 1] == "]":
+    at, counted, line, separator = text.index("["), 0, 1, "["
+    while text[at : at + 1] == separator:
+        at = _after_spaces(text, at + 1)
+        if separator == "[" and text[at : at + 1] == "]":
             break
-        if not is_first:
-            if text[at : at + 1] != ",":
-                raise InputError(f"{where}: expected a comma, and another object of the list, or ]")
-            at = _after_spaces(text, at + 1)
-            line, counted = line + text.count("\n", counted, at), at
+        line, counted = line + text.count("\n", counted, at), at
         row, at = _decoded(text, at, f"{path}, line {line}")
-        is_first = False
         yield line, row
-    if text[at + 1 :].strip():
-        raise InputError(f"{where}: text after the list")
+        at, separator = _after_spaces(text, at), ","
+    if text[at:].strip() != "]":
+        line += text.count("\n", counted, at)
+        raise InputError(f"{path}, line {line}: expected a comma, and another object of the list, or ] at the end")
 
 
 def _after_spaces(text: str, at: int) -> int:
