@@ -88,7 +88,12 @@ class Job:
 
     def ranks(self) -> list:
         """Return the live ranks. A rank that has not begun has pid 0, and a signal to 0 would hit this process."""
-        for child in psutil.Process(self.launcher.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return self._ranks_of(psutil.Process(self.launcher.pid).children())
+        return []
+
+    def _ranks_of(self, children: list[psutil.Process]) -> list:
+        for child in children:
             with contextlib.suppress(psutil.Error, OSError, ValueError):
                 path = Path(child.environ().get(reaper.VARIABLE, "/none"), HEARTBEATS_FILE)
                 with open(path, "r+b") as file:
