@@ -14,7 +14,6 @@ Two ranks run on this host; the results are medians of ``--rounds`` rounds:
   because the attempt before it completed no update.
 * lost: from SIGKILL of rank 1, in update 110 of a small RoBERTa, to the end of the next update: of the next attempt,
   from a checkpoint.
-* forked: step and restart with a fork server that has already imported MindSpore and MindNLP.
 * waiting: the launcher's CPU time while ranks work, divided by the elapsed time.
 * reports: the number of progress reports of a rank in an update, times the cost of one, divided by the update's time.
 
@@ -35,8 +34,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
@@ -98,23 +96,23 @@ import mindnlp_dp as dp
 group = dp.init_process_group()
 from mindnlp.core import optim
 from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification
-from mindnlp_dp.runtime.heartbeat import read
-from mindnlp_dp.launch.log_dir import PROGRESS
+from mindnlp_dp.runtime import heartbeat
 model = RobertaForSequenceClassification(RobertaConfig(
     vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128))
 parameters = list(model.parameters())
 step = dp.make_train_step(lambda **batch: model(**batch)[0], optim.AdamW(parameters, lr=1e-4), parameters)
 batch = {"input_ids": np.ones((16, 24), np.int64), "labels": np.zeros(16, np.int64)}
-times, log_dir = [], Path(sys.argv[1]) / "logs"
+times, reports, report = [], [], heartbeat.writer.step
+heartbeat.writer.step = lambda: (reports.append(1), report())
 for number in range(30):
-    before, began = read(log_dir / PROGRESS)[group.rank].changes, time.perf_counter()
+    reports.clear()
+    began = time.perf_counter()
     step(batch)
     times.append(time.perf_counter() - began)
     if number == 0:
         Path(sys.argv[1], f"first_{group.rank}").write_text(str(time.time()))
-reports = read(log_dir / PROGRESS)[group.rank].changes - before
 if group.is_main:
-    (Path(sys.argv[1]) / "step").write_text(f"{statistics.median(times[5:])} {reports}")
+    (Path(sys.argv[1]) / "step").write_text(f"{statistics.median(times[5:])} {len(reports)}")
 """
 
 
@@ -327,10 +325,8 @@ def starts(table: Table, *, with_torch: bool) -> None:
     if with_torch:
         table.median("command to first all-reduce, s", "torchrun", first, "torchrun")
         table.median("killed rank to the next try's all-reduce, s", "torchrun", restart, "torchrun")
-    with _fork_server() as forked:
-        for what, measure in (("command to first update, s", first_step),
-                              ("killed rank to the next try's all-reduce, s", restart)):  # fmt: skip
-            table.in_turns(what, {"cold": measure, "forked": functools.partial(measure, **forked)})
+    table.median("command to first update, s", NAMES["mpi"], first_step)
+    table.median("killed rank to the next try's all-reduce, s", NAMES["mpi"], restart)
     for launcher in ("mpi", "mindspore", *(["torchrun"] if with_torch else [])):
         table.median("killed rank to the next update, s", f"{NAMES[launcher]}, restart", lost, launcher)
 
@@ -359,26 +355,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": [dict(zip(("what", "of", "value"), row)) for row in table.rows]}
 
 
-@contextmanager
-def _fork_server() -> Iterator[dict[str, str]]:
-    """Start a fork server, and yield the environment variable with which workers find it."""
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name, "socket")
-        server = subprocess.Popen([sys.executable, "-m", "mindnlp_dp.launch.processes.fork_server", str(path)])
-        try:
-            while not path.exists():
-                time.sleep(0.1)
-            yield {"MINDNLP_DP_FORK_SERVER": str(path)}
-        finally:
-            server.kill()
-            server.wait()
-
-
 def _report_seconds() -> float:
     from mindnlp_dp.runtime import heartbeat
 
     with tempfile.TemporaryDirectory() as name:
-        path = Path(name, "progress")
+        path = Path(name, "heartbeats")
         heartbeat.create(path, 1)
         heartbeat.report_to(path, 0)
         return min(timeit.repeat(heartbeat.step, number=10000, repeat=5)) / 10000

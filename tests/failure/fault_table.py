@@ -7,7 +7,8 @@ For each cell, a job of two ranks with one fault is started (faulty.py), with ``
 ``--hang-timeout`` of 3 s under MPI, 10 s under MindSpore. The job must name the failed rank and its fault, restart
 once, and end with the digest of an undisturbed job; nothing may be left. Each cell shows the seconds from the fault to
 the next update, or to the end of the job if there is none; they include the time-out if a rank hangs. "!" marks a cell
-with another result; the exit code is then 1. With a fork server (MINDNLP_DP_FORK_SERVER) all attempts start fast.
+with another result; the exit code is then 1. With tests/forked_ranks.py
+(MINDNLP_DP_PYTHON) all attempts start fast.
 
 "disk" is a full disk: a small disk for checkpoints is mounted for the cell, which needs root. The next checkpoint
 fails, and the time counts from that failure; the next attempt finds free space again.

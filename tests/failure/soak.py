@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import fcntl
 import json
+import mmap
 import os
 import random
 import signal
@@ -30,7 +32,9 @@ import psutil
 
 from conftest import BACKENDS, ROOT, processes_of
 from mindnlp_dp.launch.log_dir import RECORD
-from mindnlp_dp.launch.monitor.status import read_of_all_hosts
+from mindnlp_dp.launch.processes import reaper
+from mindnlp_dp.launch.processes.worker import HEARTBEATS_FILE
+from mindnlp_dp.runtime import heartbeat
 
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 # Between two faults some of the 233 updates of an epoch are made, eleven on a fast machine: the job must outlast all.
@@ -84,7 +88,17 @@ class Job:
 
     def ranks(self) -> list:
         """Return the live ranks. A rank that has not begun has pid 0, and a signal to 0 would hit this process."""
-        return [rank for rank in read_of_all_hosts(self._logs) if rank.state]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return self._ranks_of(psutil.Process(self.launcher.pid).children())
+        return []
+
+    def _ranks_of(self, children: list[psutil.Process]) -> list:
+        for child in children:
+            with contextlib.suppress(psutil.Error, OSError, ValueError):
+                path = Path(child.environ().get(reaper.VARIABLE, "/none"), HEARTBEATS_FILE)
+                with open(path, "r+b") as file:
+                    return [rank for rank in heartbeat.read(mmap.mmap(file.fileno(), 0)) if rank.state]
+        return []
 
     def num_failures(self) -> int:
         try:

@@ -149,18 +149,3 @@ time.sleep(600)
     launcher.wait()
     assert time.monotonic() - began >= takes
     assert (tmp_path / "ended_well").exists()
-
-
-def test_ranks_of_an_npu_are_not_forked(tmp_path, host):
-    """CANN does not support processes that are forked."""
-    server = tmp_path / "server"
-    with subprocess.Popen(
-        [sys.executable, "-m", "mindnlp_dp.launch.processes.fork_server", server], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert any("ready" in line for line in process.stdout)
-        script = "import os\nprint('parent', os.getppid())\n"
-        job = run_job(tmp_path, script, backend="mindspore", MINDNLP_DP_FORK_SERVER=str(server))
-        process.kill()
-    assert job.exit_code == 0
-    assert "parent " in job.output
-    assert f"parent {process.pid}" not in job.output

@@ -96,6 +96,29 @@ def test_a_hang_is_named_and_ended(tmp_path, backend, how):
     assert sum("script.py" in text for text in stacks) >= 2
 
 
+def test_a_hang_does_not_call_the_scripts_own_signal_handlers(tmp_path):
+    """Scripts of Slurm jobs requeue at SIGUSR1."""
+    script = """
+        import signal, sys
+        import numpy as np
+        import mindnlp_dp as dp
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda *_: open("called", "w"))
+        group = dp.init_process_group()
+        def tokenize():
+            while True:
+                pass
+        group.barrier()
+        if group.rank == 1:
+            tokenize()
+        group.all_reduce(np.ones(3, np.float32))
+    """
+    job = run_job(tmp_path, "--hang-timeout", 3, script)
+    assert job.exit_code == 124
+    assert ", in tokenize()" in job.output
+    assert not (tmp_path / "called").exists()
+
+
 def test_a_rank_that_is_done_while_others_wait_is_named(tmp_path):
     # Rank 0 waits in the exit handler of the MPI backend.
     script = "if group.rank == 0:\n    sys.exit(0)\ngroup.barrier()\n"
@@ -222,7 +245,7 @@ def test_who_does_not_read_keeps_no_failure_from_being_seen(tmp_path, tee):
     assert launcher.returncode == 1
     assert said.count("rank 1 of 2 failed") == 2
     assert said.count("seen all the same") >= 2
-    assert f"is in {tmp_path / 'logs'}: no process reads it here" in said
+    assert f"is in {tmp_path / 'logs/attempt_0'}: no process reads it here" in said
 
 
 # Slow enough for a launcher on a busy machine: if two logs start between two polls, the first of them is lost.
@@ -338,7 +361,7 @@ def test_a_restart_that_cannot_write_its_logs_is_a_failure_that_may_pass(tmp_pat
     """The exit code does not tell a job manager such as Kubernetes that the command line is wrong."""
     job = run_job(tmp_path, "--max-restarts", 5, LOSES_ITS_LOGS.format(then="open('logs', 'w').close()"))
     assert job.exit_code == 75, job.output
-    assert "logs of " in job.output
+    assert "cannot be made" in job.output
     assert "cannot be written to" in job.output
     assert "the job is over: 3 attempts in a row have not finished a single update" in job.output
 

@@ -42,8 +42,8 @@ _LAST_WORD_SECONDS = 5.0
 # After SIGTERM, how long the other ranks may take to finish once the first one has.
 _FINISH_SECONDS = 30.0
 
-# How long mpirun may take to exit after all ranks have exited.
-_LEAVE_SECONDS = 10.0
+# How long mpirun may take to exit after all ranks have exited, and to end the job after one is gone without a record.
+_LEAVE_SECONDS, _PARENT_SECONDS = 10.0, 5.0
 
 
 class StopReason(enum.Enum):
@@ -116,13 +116,13 @@ class AttemptMonitor:
         self._console = Console(self._log_dir, attempt.num_ranks, options.tee, restart_policy.count, loop)
         self._hangs = HangDetector(options.hang_timeout)
         self._looked = 0.0
-        # For how long ranks have been done, all ranks' processes have been gone, and all of this host's have ended.
-        self._some_are_done, self._all_are_done, self._all_are_gone, self._is_over = (_Timer() for _ in range(4))
-        self._main_is_done = _Timer()
+        # For how long this has been so.
+        self._some_are_done, self._all_are_done, self._main_is_done = _Timer(), _Timer(), _Timer()
+        self._some_are_silent, self._all_are_gone, self._is_over = _Timer(), _Timer(), _Timer()
         self._has_named_stragglers = self._has_named_late = self._has_asked = False
         self._snapshot = JobSnapshot([])
-        # How the job hangs, if it does.
-        self._hang: Optional[Failure] = None
+        # A failure that is found here, because no rank and no process reports it.
+        self._failure: Optional[Failure] = None
 
     def wait(self) -> StopReason:
         """Show logs until the attempt is over or is to be ended; return why.
@@ -147,11 +147,11 @@ class AttemptMonitor:
         snapshot = replace(self._snapshot, ranks=take_snapshot(self._hosts, self._attempt).ranks)
         grows, failure = reason is StopReason.SAVED and not snapshot.has_succeeded, None
         if not grows:
-            failure = self._hang or find_failure(snapshot, self._hosts, self._attempt, self._log_dir)
+            failure = self._failure or find_failure(snapshot, self._hosts, self._attempt, self._log_dir)
         has_begun = snapshot.has_begun or any(self._log_dir.glob("worker_*.log"))
         return AttemptResult(
             failure, grows,
-            failed_before_start=failure is not None and self._hang is None and not has_begun,
+            failed_before_start=failure is not None and self._failure is None and not has_begun,
             update=snapshot.update, has_shown_failure=0 in self._snapshot.failed,
         )  # fmt: skip
 
@@ -170,14 +170,14 @@ class AttemptMonitor:
         for host in self._hosts:
             if host.terminates and may_end:
                 host.lost = host.lost or "its launcher was asked to end"
-        if self._hang:
+        if self._failure:
             return StopReason.HANG
         if first_lost(self._hosts) is not None:
             return StopReason.HOST_LOST
         if self._has_saved:
             return StopReason.SAVED
         if self._has_ended(now):
-            return StopReason.HANG if self._hang else StopReason.ALL_EXITED
+            return StopReason.HANG if self._failure else StopReason.ALL_EXITED
         return None
 
     @property
@@ -224,9 +224,9 @@ class AttemptMonitor:
                 f"ranks {missing} have not begun {START_SECONDS:.0f} s after the job was started; "
                 f"see {self._log_dir}/launcher.log"
             )
-            self._hang = Failure(missing[0], EXIT_CODE, "never began", said)
+            self._failure = Failure(missing[0], EXIT_CODE, "never began", said)
         elif self._hangs.poll(snapshot.ranks, bool(snapshot.stopped)):
-            self._hang = describe_hang(
+            self._failure = describe_hang(
                 snapshot.ranks, done, self._stacks(), snapshot.stopped,
                 log_dir=self._log_dir, timeout=self._options.hang_timeout,
             )  # fmt: skip
@@ -243,13 +243,13 @@ class AttemptMonitor:
     def _has_ended(self, now: float) -> bool:
         """Return whether no process of the attempt has to be waited for."""
         snapshot = self._snapshot
-        are_gone = len(snapshot.gone) == len(snapshot.ranks)
-        if self._all_are_gone.seconds(are_gone, now) > _LEAVE_SECONDS:
-            # mpirun, or their other parent, has not ended; their own records decide.
-            if silent := [rank for rank in sorted(snapshot.gone) if rank not in snapshot.ends]:
-                self._hang = Failure(silent[0], 1, "was killed, or left past the end of the script,")
+        silent = [rank for rank in sorted(snapshot.gone) if rank not in snapshot.ends]
+        if self._some_are_silent.seconds(bool(silent), now) > _PARENT_SECONDS:
+            # mpirun does not know how it ended, or has not said so.
+            self._failure = Failure(silent[0], 1, "was killed, or left past the end of the script,")
             return True
-        if self._is_late(now):
+        are_gone = len(snapshot.gone) == len(snapshot.ranks)
+        if self._all_are_gone.seconds(are_gone, now) > _LEAVE_SECONDS or self._is_late(now):
             return True
         passed = self._is_over.seconds(snapshot.are_processes_over, now)
         # Records of ranks on other hosts may still be on their way.

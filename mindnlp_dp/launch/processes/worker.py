@@ -138,9 +138,6 @@ def _run(command: list[str]) -> tuple[int, bool]:
 def _blames_another_rank(error: Optional[BaseException]) -> bool:
     """Return whether an error only says that another rank is missing or lost: that rank is to blame, not this one."""
     collective_calls = sys.modules.get("mindnlp_dp.communication.transports.mindspore.collective_calls")
-    mpi_faults = sys.modules.get("mindnlp_dp.communication.transports.mpi.faults")
-    if mpi_faults is not None and mpi_faults.is_rank_failure(error):
-        return True
     while collective_calls is not None and error is not None:
         if isinstance(error, collective_calls.CollectiveTimeoutError):
             return True
