@@ -183,7 +183,7 @@ def test_what_lies_in_the_current_folder_is_not_imported(tmp_path, backend):
         "import tempfile\nimport mindnlp_dp as dp\n"
         "print('rank', dp.init_process_group().rank, tempfile.gettempdir(), dp.__file__)\n"
     )
-    run = [*module_command(sys.executable, "mindnlp_dp.commands.main"), "run", "--nproc", "2", "--backend", backend]
+    run = [*module_command("mindnlp_dp.commands.main"), "run", "--nproc", "2", "--backend", backend]
     done = subprocess.run(
         [*run, "--log-dir", str(tmp_path / "logs"), str(script)], cwd=here, capture_output=True, text=True
     )
