@@ -21,7 +21,7 @@ EXTRAS = {
     # For the quickstart's data (CLDR, in Babel) and its plot.
     "quickstart": ["babel>=2.14,<3", "matplotlib>=3.7,<4"],
     # For mindnlp-dp report.
-    "report": ["jinja2>=3.1,<4", "matplotlib>=3.7,<4"],
+    "report": ["matplotlib>=3.7,<4"],
     # For homework/baseline.py.
     "homework": ["scikit-learn>=1.3,<2"],
     # The benchmarks compare with it; mindnlp_dp does not import it.
@@ -91,8 +91,12 @@ setup(
         # bfloat16 for NumPy: gradients sent between hosts can use it.
         "ml_dtypes>=0.4,<1",
         "pyyaml>=6,<7",
+        # Chat templates of tokenizers, and the page of mindnlp-dp report.
+        "jinja2>=3.1,<4",
         # Sets the number of threads of NumPy's BLAS.
         "threadpoolctl>=3.1,<4",
+        # Names the encoding of files that are not UTF-8; datasets requires it too.
+        "charset-normalizer>=2,<4",
         # A hash that is as fast as reading the memory; datasets requires it too.
         "xxhash>=3,<5",
     ],

@@ -17,10 +17,11 @@ import numpy as np
 
 # Import it before mindnlp: it makes MindNLP run on this MindSpore.
 import mindnlp_dp as dp
-from mindnlp_dp.language_modeling.conversations import Message
+from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
+from mindnlp_dp.language_modeling.conversations import Conversation, Message
 from mindnlp_dp.language_modeling.rows import Collator, TokenRows
 from mindnlp_dp.language_modeling.templates import plain
-from mindnlp_dp.language_modeling.tokenization import encode, pretrained_tokenizer
+from mindnlp_dp.language_modeling.tokenization import encode
 
 import mindspore  # isort: skip
 from mindnlp.peft import LoraConfig, get_peft_model  # isort: skip
@@ -42,7 +43,7 @@ def docstrings():
                     # The first name of a text that several functions share.
                     pairs.setdefault(f" {line}", f"{module.__name__}.{name}{inner}:")
     held_out = {line: zlib.crc32(line.encode()) % 10 == 0 for line in pairs}
-    said = {line: (Message("user", name), Message("assistant", line)) for line, name in pairs.items()}
+    said = {line: Conversation([Message("user", name), Message("assistant", line)]) for line, name in pairs.items()}
     return tuple([said[line] for line in pairs if held_out[line] == is_test] for is_test in (False, True))
 
 

@@ -108,7 +108,7 @@ def main() -> None:
     files = {"train_file": args.train_file, "test_file": args.test_file}
     config = TaskConfig(**files, model=args.model, max_length=args.max_length)
     try:
-        config.check()
+        config.validate()
         group = dp.init_process_group()
         from mindnlp.engine import set_seed
         from mindnlp.transformers import BertConfig, BertModel

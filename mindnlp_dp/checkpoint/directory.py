@@ -83,7 +83,8 @@ def choose_checkpoint(
     if there and saves:
         _warn(
             f"{folder} holds {there[-1].name} of an earlier run, and this one begins with update 0; to resume from "
-            "there call train(resume_from_checkpoint=True), to keep both give this run its own output_dir"
+            "there add --resume to a recipe's command, or call train(resume_from_checkpoint=True); to keep both give "
+            "this run its own output_dir"
         )
     return None, RunId.new(map(run_of, there))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -21,8 +22,10 @@ from mindnlp_dp.launch.options import (
     add_run_options,
     rendezvous_of,
 )
+from mindnlp_dp.launch.rendezvous.membership import MinMax
 from mindnlp_dp.launch.run import run_job
 from mindnlp_dp.runtime.printable import printable
+from mindnlp_dp.runtime.versions import __version__
 
 # Subcommands that became scripts in homework/ before version 0.1.0; to be removed with 0.2.0.
 MOVED = ("algorithms", "scaling")
@@ -59,6 +62,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mindnlp-dp", description="Data-parallel training for MindNLP and MindSpore.")
+    parser.add_argument("--version", action="version", version=f"mindnlp-dp {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=CommandParser)
     run = commands.add_parser(
         "run",
@@ -97,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
     _add_plan(commands)
     _add_estimate(commands)
+    _add_export(commands)
+    _add_generate(commands)
     report = commands.add_parser(
         "report",
         help="write a page and a picture of one run or several",
@@ -186,6 +192,50 @@ def _add_estimate(commands: Any) -> None:
     estimate.set_defaults(run=_estimate)
 
 
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write the model of a run as one folder for other libraries",
+        description="Write the language model of a run with its tokenizer into a new folder, which MindNLP and "
+        "Transformers open. Adapters are merged into their model.",
+    )
+    export.add_argument("output_dir", type=Path, metavar="OUT", help="a run's --output-dir, or a folder with a model")
+    export.add_argument("destination", type=Path, metavar="DEST", help="the folder to write")
+    export.add_argument("--merge-lora", action="store_true", help="merge the adapters into the model's weights")
+    _add_base(export)
+    export.set_defaults(run=_export)
+
+
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="let the model of a run answer a prompt",
+        description="Print what the language model of a run answers to PROMPT, by its most likely tokens, on one "
+        "process. The prompt is written with the template of the training.",
+    )
+    generate.add_argument("output_dir", type=Path, metavar="OUT", help="a run's --output-dir, or a folder with a model")
+    generate.add_argument("prompt", metavar="PROMPT", help="what the user says, or the beginning of a text")
+    generate.add_argument(
+        "--max-new-tokens", type=_positive, default=128, metavar="N", help="most tokens of the answer (default: 128)"
+    )
+    generate.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="T",
+        help="sample at this temperature (default: 0: do not)",
+    )
+    generate.add_argument("--raw", action="store_true", help="complete the prompt as typed, without a chat template")
+    _add_base(generate)
+    generate.set_defaults(run=_generate)
+
+
+def _add_base(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--base", default="", metavar="MODEL", help="the model of the adapters (default: the one that they name)"
+    )
+
+
 def _add_lora_rank(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--lora-rank", type=_positive, metavar="R",
@@ -199,6 +249,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return value
+
+
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
@@ -210,6 +270,8 @@ def _run(args: argparse.Namespace) -> int:
     # A -- in front of SCRIPT, which some versions of Python keep.
     command = args.command[1:] if args.command[0] == "--" else args.command
     command = ["-m", *command] if args.module else command
+    # One process is enough for the help text of a script.
+    nproc = MinMax(1, 1) if "--help" in command[1:] and args.nnodes == MinMax(1, 1) else args.nproc
     try:
         most = args.max_restarts
         if most is None:
@@ -219,7 +281,7 @@ def _run(args: argparse.Namespace) -> int:
             grace_period=args.grace_period, log_mb=args.log_mb, scale_batch=args.scale_batch,
         )  # fmt: skip
         return run_job(
-            args.nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
+            nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
             rendezvous=rendezvous_of(args), node_rank=args.node_rank,
         )  # fmt: skip
     except LaunchError as error:
@@ -280,6 +342,29 @@ def _estimate(args: argparse.Namespace) -> int:
         return run_estimate(args)
     except (ValueError, OSError) as error:
         print(f"mindnlp-dp estimate: {error}", file=sys.stderr)
+        return 2
+
+
+def _export(args: argparse.Namespace) -> int:
+    from mindnlp_dp.commands.export import run_export
+
+    try:
+        return run_export(args.output_dir, args.destination, args.merge_lora, args.base)
+    except (ValueError, OSError) as error:
+        print(f"mindnlp-dp export: {error}", file=sys.stderr)
+        return 2
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from mindnlp_dp.commands.generate import run_generate
+
+    try:
+        return run_generate(
+            args.output_dir, args.prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+            raw=args.raw, base=args.base,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        print(f"mindnlp-dp generate: {error}", file=sys.stderr)
         return 2
 
 

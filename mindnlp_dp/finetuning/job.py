@@ -10,8 +10,9 @@ import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.collective_save import workspace_in
 from mindnlp_dp.checkpoint.directory import has_checkpoints
 from mindnlp_dp.checkpoint.manifest import CheckpointError
+from mindnlp_dp.finetuning.progress import print_lines
 from mindnlp_dp.finetuning.results import write_results
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error
+from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error, parse_layers
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.runtime.versions import mindnlp_series
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
@@ -47,24 +48,17 @@ def sharded(
     return model
 
 
-def parse_layers(text: str) -> list[int]:
-    """Return ``"5,7"`` as [5, 7]; raise ValueError for text of another form.
-
-    >>> parse_layers("5,7"), parse_layers("")
-    ([5, 7], [])
-    """
-    parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    if not all(part.isdigit() for part in parts):
-        raise ValueError(f"layers of stages are written as 5,7, got {text!r}")
-    return [int(part) for part in parts]
-
-
 def train(trainer: Any, config: ParallelConfig) -> Any:
     """Run the Trainer's ``train``, from the newest checkpoint if the settings say so and there is one."""
     folder = Path(config.output_dir)
+    print_lines(trainer)
     resume = config.resume and trainer.world.run_on_rank0(lambda: has_checkpoints(folder), "looking for checkpoints")
     with as_input_error(CheckpointError):
-        return trainer.train(resume_from_checkpoint=resume)
+        output = trainer.train(resume_from_checkpoint=resume)
+    if config.metric_to_keep:
+        # The results are those of the best model, which is loaded now, and not of the last one.
+        trainer.evaluate()
+    return output
 
 
 def write(

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindnlp_dp.communication.replicas import replica_digest
 from mindnlp_dp.finetuning.settings import RunConfig
 from mindnlp_dp.report.figures import draw_png
 from mindnlp_dp.report.pipeline import pipeline_of
@@ -50,6 +49,9 @@ def make_report(
         digests = trainer.world.all_gather_object(trainer.whole.digest())
         peaks = trainer.world.all_gather_object(peak_memory())
     else:
+        # Imported here because it imports MindSpore.
+        from mindnlp_dp.communication.replicas import replica_digest
+
         digests = [replica_digest(trainer.model)]
     # MindNLP's Trainer includes evaluations in its training time; the recorder does not.
     is_ours = "train_seconds" in metrics
@@ -115,6 +117,7 @@ def summary(report: RunReport, folder: Path, evaluation: str) -> str:
         "backend": report["backend"],
         "training": f"{_speed(report)}, {report['steps']} updates of {report['global_batch_size']} samples in "
         f"{report['train_seconds']:.1f} s",
+        "learning rate": f"{report['config']['learning_rate']:g} at its peak",
         **({"plan": _beside_plan(report["plan"])} if "plan" in report else {}),
         "gradient sync": f"{100 * report['gradient_sync_share']:.1f} % of the training time",
         "peak memory": f"{report['peak_memory_bytes'] / 2**30:.2f} GiB on the rank that needs most",

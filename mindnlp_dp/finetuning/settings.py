@@ -8,15 +8,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar, get_type_hints
 
-import yaml
-
+from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from mindnlp_dp.schedules.pipeline import SCHEDULES
 
 OPTIMIZERS = ("adamw", "lamb", "lars")
+# MindNLP's; "cosine_with_min_lr" needs another setting, and is left out.
+SCHEDULES_OF_RATES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau",
+)  # fmt: skip
 
 # Characters of another library's message that an InputError repeats.
 _LONGEST_REASON = 120
@@ -43,10 +48,12 @@ class RunConfig:
 
     output_dir: str = setting("outputs/run", "output folder for the report, the plot and the model")
     num_epochs: float = setting(2.0, "passes over the training split")
+    test_fraction: float = setting(0.0, "without a test file: the fraction of the training file that is held out")
+    max_train_samples: int = setting(0, "train on so many samples, chosen at random by the seed; 0: all")
     max_steps: int = setting(-1, "maximum number of updates; -1: num_epochs decides")
     global_batch_size: int = setting(128, "number of samples in an update, over all ranks")
     eval_batch_size: int = setting(256, "number of samples of a rank in one evaluation step")
-    learning_rate: float = setting(2e-3, "peak learning rate, after warm-up")
+    learning_rate: float = setting(0.0, "peak learning rate, after warm-up; 0: the usual one for the model")
     warmup_ratio: float = setting(0.1, "fraction of the updates with learning rate warm-up")
     weight_decay: float = setting(0.01, "weight decay of matrices; biases and norms are not decayed")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0: no clipping")
@@ -55,12 +62,24 @@ class RunConfig:
     logging_steps: int = setting(10, "number of updates between two log lines")
     seed: int = setting(42, "random seed of the weights, the order of the data and dropout")
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
+        self.learning_rate = self.learning_rate or self.usual_learning_rate()
+
+    def usual_learning_rate(self) -> float:
+        """Return the learning rate for this model, if the user gives none."""
+        return 2e-3
+
+    def validate(self) -> None:
         """Raise InputError for a setting that is out of range, or for two that exclude each other."""
         if not self.output_dir.strip():
             raise InputError(f"output_dir must name a folder, got {self.output_dir!r}")
         for name in ("global_batch_size", "eval_batch_size", "logging_steps"):
             self.check_at_least(1, name)
+        self.check_at_least(0, "max_train_samples")
+        if not 0 <= self.test_fraction < 1:
+            raise InputError(f"test_fraction must be from 0 to 1, got {self.test_fraction}")
+        if not 0 < self.learning_rate < math.inf:
+            raise InputError(f"learning_rate must be positive, or 0 for the usual one, got {self.learning_rate}")
         if self.peak_teraflops < 0:
             raise InputError(f"peak_teraflops must not be negative, got {self.peak_teraflops}")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_epochs <= 0):
@@ -80,6 +99,7 @@ class RunConfig:
 class ParallelConfig(RunConfig):
     """The settings of a run's parallelism, gradient exchange, optimizer and checkpoints."""
 
+    check: bool = setting(False, "check the settings and the files, without MindSpore, and do nothing else")
     micro_batch_size: int = setting(0, "samples of a rank in one backward pass; 0: global_batch_size / ranks")
     mesh: str = setting("", "how ranks divide the work: dp=2,tp=2, or by stage pp=2,dp=2|1,tp=1|2; empty: dp alone")
     pipeline_schedule: str = setting("1f1b", "schedule of the pipeline stages (pp): 1f1b, gpipe or eager-1f1b")
@@ -87,6 +107,21 @@ class ParallelConfig(RunConfig):
     check_plan: bool = setting(False, "before training with a mesh, compare a batch with the whole model on each rank")
     gradient_checkpointing: bool = setting(False, "recompute the activations of layers in the backward pass")
     recompute_layers: str = setting("", "which of them: a number n, every n-th; or patterns of names; empty: all")
+    group_by_length: bool = setting(False, "put rows of similar length into the same batch, to reduce padding")
+    lr_scheduler: str = setting("linear", "the learning rate after warm-up: linear, cosine, constant_with_warmup, ...")
+    eval_steps: int = setting(0, "number of updates between two evaluations; 0: once per epoch")
+    save_best: str = setting(
+        "", "end with the evaluated model that is best by this metric, such as loss; empty: the last"
+    )
+    early_stopping: int = setting(0, "stop after so many evaluations without a better one; 0: never")
+    lora_rank: int = setting(0, "rank of LoRA's adapters; 0: all weights are trained")
+    lora_alpha: float = setting(16.0, "the adapters are multiplied by lora_alpha / lora_rank")
+    lora_dropout: float = setting(0.0, "dropout of the adapters' inputs")
+    lora_targets: str = setting(
+        "", "names of the layers with adapters, such as q_proj,v_proj; empty: all linear layers"
+    )
+    use_rslora: bool = setting(False, "rank-stabilized LoRA: multiply by lora_alpha / sqrt(lora_rank) instead")
+    use_dora: bool = setting(False, "DoRA: also train the norms of the layers' weights")
     optimizer: str = setting("adamw", "adamw; or lamb or lars, for large batches")
     save_steps: int = setting(0, "number of updates between two checkpoints, of which the last two are kept; 0: none")
     async_save: bool = setting(False, "write checkpoints while training continues; needs their size in memory")
@@ -107,10 +142,22 @@ class ParallelConfig(RunConfig):
     matmul_precision: str = setting("auto", "on CPU: highest, or medium: products from inputs rounded to bfloat16")
     deterministic: str = setting("auto", "on a device: true, equal bits each time; false, faster; auto: true on Ascend")
 
-    def check(self) -> None:
-        super().check()
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names that ``save_best`` takes."""
+        return ("loss",)
+
+    @property
+    def metric_to_keep(self) -> str:
+        """The metric that decides on the best model; empty without one."""
+        return self.save_best or ("loss" if self.early_stopping else "")
+
+    def validate(self) -> None:
+        super().validate()
         for name, choices in (
             ("optimizer", OPTIMIZERS),
+            ("lr_scheduler", SCHEDULES_OF_RATES),
+            ("save_best", ("", *self.metrics)),
             ("overlap", ("auto", "true", "false")),
             ("compression", ("", "fp16", "bf16", "powersgd")),
             ("zero_stage", ("auto", "0", "1", "2")),
@@ -122,6 +169,9 @@ class ParallelConfig(RunConfig):
             if getattr(self, name) not in choices:
                 shown = ", ".join(choice or "nothing" for choice in choices)
                 raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
+        with as_input_error():
+            parse_mesh(self.mesh)
+            parse_layers(self.pipeline_layers)
         if self.profile:
             # Imported here because it imports NumPy, which is slow.
             from mindnlp_dp.training.timeline import updates_of
@@ -135,13 +185,45 @@ class ParallelConfig(RunConfig):
         if self.recompute_layers and not self.gradient_checkpointing:
             raise InputError("recompute_layers is given, and gradient_checkpointing is not")
         self.check_at_least(1, "powersgd_rank")
-        for name in ("micro_batch_size", "save_steps"):
+        for name in (
+            "micro_batch_size", "save_steps", "eval_steps", "early_stopping", "lora_rank",
+        ):  # fmt: skip
             self.check_at_least(0, name)
+        if (self.use_rslora or self.use_dora) and not self.lora_rank:
+            raise InputError("use_rslora and use_dora change LoRA's adapters, and lora_rank is 0")
+        if not 0 <= self.lora_dropout < 1:
+            raise InputError(f"lora_dropout must be from 0 to 1, got {self.lora_dropout}")
+        if self.metric_to_keep and self.save_steps and (not self.eval_steps or self.save_steps % self.eval_steps):
+            raise InputError(
+                f"the best model is saved when it is evaluated: save_steps ({self.save_steps}) must be a multiple of "
+                "eval_steps; give both, or leave save_steps out"
+            )
         if not self.bucket_cap_mb >= 0:
             raise InputError(
                 f"bucket_cap_mb must be positive, or 0 for the default, got {self.bucket_cap_mb}; "
                 "benchmarks/bench_bucket_cap.py says what suits this machine"
             )
+
+
+def parse_layers(text: str) -> list[int]:
+    """Return ``"5,7"`` as [5, 7]; raise ValueError for text of another form.
+
+    >>> parse_layers("5,7"), parse_layers("")
+    ([5, 7], [])
+    """
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isdigit() for part in parts):
+        raise ValueError(f"layers of stages are written as 5,7, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def learning_rate_from_scratch(rate: float, hidden_size: int) -> float:
+    """Return a learning rate for random weights that suits a width of 128; wider models need a smaller one.
+
+    >>> learning_rate_from_scratch(2e-3, 64), learning_rate_from_scratch(2e-3, 1024)
+    (0.002, 0.00025)
+    """
+    return rate * min(1.0, 128 / hidden_size)
 
 
 T = TypeVar("T", bound=RunConfig)
@@ -164,6 +246,25 @@ def parse_config(
         InputError: the file is missing, is not a YAML mapping, or has an unknown key or a value of the wrong
             type; or a setting is out of range.
     """
+    flags = vars(flag_parser(kind, description, defaults).parse_args(argv))
+    file = flags.pop("config", None)
+    from_file = read_config_file(file, kind) if file else {}
+    defaults = dict(defaults or {})
+    if {**defaults, **from_file, **flags}.get("model") == "tiny":
+        defaults.update(from_scratch or {})
+    chosen: dict[str, Any] = {}
+    for settings in (defaults, from_file, flags):
+        replaced = kind.replaced_by(settings)
+        chosen = {**{name: value for name, value in chosen.items() if name not in replaced}, **settings}
+    config = kind(**chosen)
+    config.validate()
+    return config
+
+
+def flag_parser(
+    kind: type[RunConfig], description: str = "", defaults: Optional[Mapping[str, Any]] = None
+) -> argparse.ArgumentParser:
+    """Return the parser of the flags, which needs only the standard library; scripts/quickstart.sh uses it, too."""
     parser = argparse.ArgumentParser(description=description, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings below; flags win over it")
     types = get_type_hints(kind)
@@ -177,19 +278,7 @@ def parse_config(
             help=f"{setting.metadata['help']} (default: {(defaults or {}).get(setting.name, setting.default)!r})",
             **options,
         )
-    flags = vars(parser.parse_args(argv))
-    file = flags.pop("config", None)
-    from_file = read_config_file(file, kind) if file else {}
-    defaults = dict(defaults or {})
-    if {**defaults, **from_file, **flags}.get("model") == "tiny":
-        defaults.update(from_scratch or {})
-    chosen: dict[str, Any] = {}
-    for settings in (defaults, from_file, flags):
-        replaced = kind.replaced_by(settings)
-        chosen = {**{name: value for name, value in chosen.items() if name not in replaced}, **settings}
-    config = kind(**chosen)
-    config.check()
-    return config
+    return parser
 
 
 def _boolean(text: str) -> bool:
@@ -200,11 +289,15 @@ def _boolean(text: str) -> bool:
 
 def read_config_file(path: str, kind: type[RunConfig]) -> dict[str, Any]:
     """Return the settings of a YAML file, checked against the fields of ``kind``."""
+    import yaml
+
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             settings = yaml.safe_load(file)
     except FileNotFoundError:
         raise InputError(f"{path}: the config file does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: the config file cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindnlp_dp.finetuning.pretrained import check_weights
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, setting
+from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, learning_rate_from_scratch, setting
 
 TEMPLATES = ("plain", "chatml", "alpaca", "tokenizer")
 FROM_SCRATCH = "tiny"
@@ -16,12 +16,11 @@ class LanguageModelingConfig(ParallelConfig):
     """The settings of scripts/finetune_llm.py: data, model, LoRA, and those of every run."""
 
     train_file: str = setting(
-        "", "JSON lines with prompt and completion, or messages; empty: topics of Python's manual"
+        "", "prompts and completions, messages, Alpaca, ShareGPT or texts; several as a.json:0.5,b.csv; empty: a manual"
     )
     test_file: str = setting("", "the held-out split, in the same form")
     template: str = setting("plain", "plain: prompt and completion; chatml; alpaca; tokenizer: the tokenizer's own")
     packing: bool = setting(False, "put several texts into one row of max_length tokens; none sees the others")
-    group_by_length: bool = setting(False, "put rows of similar length into the same batch, to reduce padding")
     output_dir: str = setting("outputs/finetune_llm", "output folder for the report, the plot and the model")
 
     model: str = setting(FROM_SCRATCH, "tiny: a Llama from scratch; or a pretrained model, hub name or folder")
@@ -33,34 +32,33 @@ class LanguageModelingConfig(ParallelConfig):
     num_heads: int = setting(4, "number of attention heads of the tiny model")
     intermediate_size: int = setting(344, "width of the feed-forward layers of the tiny model")
 
-    lora_rank: int = setting(0, "rank of LoRA's adapters; 0: all weights are trained")
-    lora_alpha: float = setting(16.0, "the adapters are multiplied by lora_alpha / lora_rank")
-    lora_dropout: float = setting(0.0, "dropout of the adapters' inputs")
-    lora_targets: str = setting(
-        "", "names of the layers with adapters, such as q_proj,v_proj; empty: all linear layers"
-    )
     num_epochs: float = setting(5.0, "passes over the training split")
     global_batch_size: int = setting(16, "number of rows in an update, over all ranks")
     eval_batch_size: int = setting(16, "number of rows of a rank in one evaluation step")
-    learning_rate: float = setting(3e-3, "peak learning rate, after warm-up")
     fused_cross_entropy: str = setting(
         "auto", "compute output layer and loss without the logits of all tokens: auto (if the model can), true, false"
     )
     num_samples: int = setting(4, "number of held-out prompts that the trained model completes for the report")
     max_new_tokens: int = setting(48, "maximum number of tokens of these completions")
 
-    def check(self) -> None:
-        super().check()
+    def usual_learning_rate(self) -> float:
+        if self.model == FROM_SCRATCH:
+            return learning_rate_from_scratch(3e-3, self.hidden_size)
+        return 2e-4 if self.lora_rank else 2e-5
+
+    def validate(self) -> None:
+        super().validate()
         if self.model != FROM_SCRATCH:
             check_weights(self.model, trust_pickle=self.trust_pickle)
-        if bool(self.train_file) != bool(self.test_file):
-            raise InputError("--train-file and --test-file must be given together")
+        if bool(self.train_file) != bool(self.test_file or self.test_fraction):
+            raise InputError("--train-file and --test-file (or --test-fraction) must be given together")
+        if self.test_file and self.test_fraction:
+            raise InputError("--test-file and --test-fraction are two held-out splits; choose one")
         if self.template not in TEMPLATES:
             raise InputError(f"template must be one of {', '.join(TEMPLATES)}, got {self.template!r}")
         for name in ("max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_new_tokens"):
             self.check_at_least(1, name)
-        for name in ("lora_rank", "num_samples"):
-            self.check_at_least(0, name)
+        self.check_at_least(0, "num_samples")
         if self.max_length < 2:
             raise InputError(f"max_length must be at least 2: a token, and the next one; got {self.max_length}")
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
@@ -74,8 +72,6 @@ class LanguageModelingConfig(ParallelConfig):
             raise InputError(
                 f"lora_rank is for a trained model; train the model {FROM_SCRATCH!r} first, and pass --model FOLDER"
             )
-        if not 0 <= self.lora_dropout < 1:
-            raise InputError(f"lora_dropout must be from 0 to 1, got {self.lora_dropout}")
         if self.vocab_size < SMALLEST_VOCABULARY:
             raise InputError(f"vocab_size must be at least {SMALLEST_VOCABULARY}: bytes and special tokens")
 

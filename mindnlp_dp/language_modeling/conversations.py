@@ -1,4 +1,4 @@
-"""This module reads conversations from JSON lines: prompt and completion, or a list of messages.
+"""This module reads conversations from rows of a file: prompt and completion, a list of messages, or a text.
 
 Without files, the conversations are topics of Python's manual, which every CPython brings: the data needs no download.
 """
@@ -7,82 +7,145 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional
 
+from mindnlp_dp.finetuning.files import read_rows
+from mindnlp_dp.finetuning.files import shown as _shown
 from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.language_modeling.forms import KEYS, messages_of
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+# Keys of a message beside its role and content. Only a tokenizer's own template can write those but "weight".
+MESSAGE_KEYS = ("weight", "reasoning_content", "tool_calls", "tool_call_id", "name")
+ROW_KEYS = (*KEYS, "tools", "mask_history", "text")
 HELD_OUT_PERCENT = 8
-LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one side says in a conversation; ``role`` is "system", "user" or "assistant"."""
+    """What one side says in a conversation.
+
+    Attributes:
+        role: "system", "user", "assistant" or "tool".
+        content: None only beside tool calls.
+        is_counted: False if the loss leaves out this message of the assistant.
+        more: what else the message has for a chat template, such as ``tool_calls``.
+    """
 
     role: str
-    content: str
+    content: Optional[str]
+    is_counted: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-Conversation = tuple[Message, ...]
+class Conversation(tuple[Message, ...]):
+    """The messages of a conversation, in order.
+
+    Attributes:
+        tools: the functions that the assistant may call, as JSON schemas.
+        where: the file and line, for errors.
+        ignored: keys of the line that are not used.
+        is_document: whether it is a text without roles, which is the content of its only message.
+    """
+
+    tools: Sequence[Any] = ()
+    where: str = "a conversation"
+    ignored: frozenset[str] = frozenset()
+    is_document: bool = False
 
 
 def read_conversations(path: str) -> list[Conversation]:
-    """Read one conversation per line: ``{"prompt": ..., "completion": ...}``, or ``{"messages": [...]}``.
+    """Read a conversation from each row of a file: JSON (lines or a list), CSV, TSV or Parquet.
 
-    The messages have ``role`` and ``content``, as for the chat templates of Transformers; the last one is the
-    assistant's.
+    A row is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``, has Alpaca's or ShareGPT's keys, or is
+    ``{"text": ...}``, a text without roles, all of which counts.
+
+    The messages have ``role`` and ``content``, as for the chat templates of Transformers, and ``MESSAGE_KEYS``; the
+    last one is the assistant's. Beside them, ``tools`` are functions that it may call, and with ``mask_history`` the
+    loss counts its last message only.
 
     Raises:
-        InputError: the file is missing, not UTF-8 or empty, or a line has another form; the message has its number.
+        InputError: the file cannot be read or is empty, or a row has another form; the message has its line.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise InputError(f"{path}: the file does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as UTF-8: {error}") from None
-    found = [_conversation(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    found = [_conversation(row, f"{path}, line {line}") for line, row in read_rows(path)]
     if not found:
         raise InputError(f"{path} has no lines")
     return found
 
 
-def _conversation(line: str, where: str) -> Conversation:
-    try:
-        row = json.loads(line)
-        # JSON may have halves of a character, which no tokenizer takes.
-        json.dumps(row, ensure_ascii=False).encode()
-    except ValueError as error:
-        raise InputError(f"{where}: not JSON: {error}") from None
-    if isinstance(row, Mapping) and "messages" in row:
-        messages = row["messages"]
-        if not isinstance(messages, list) or not messages:
-            raise InputError(f"{where}: messages must be a list of messages, got {_shown(messages)}")
-        conversation = tuple(_message(message, where) for message in messages)
-        if conversation[-1].role != "assistant":
-            raise InputError(f"{where}: the last message must be the assistant's, got {conversation[-1].role!r}")
-        return conversation
-    prompt, completion = [row.get(key) if isinstance(row, Mapping) else None for key in ("prompt", "completion")]
-    if not isinstance(prompt, str) or not isinstance(completion, str) or not completion:
-        raise InputError(f"{where}: expected prompt and completion, two texts, or messages; got {_shown(row)}")
-    return Message("user", prompt), Message("assistant", completion)
+def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
+    messages = messages_of(row, where)
+    is_document = messages is None and isinstance(row.get("text"), str) and bool(row["text"].strip())
+    if is_document:
+        messages = [{"role": "assistant", "content": row["text"]}]
+    if messages is None:
+        raise InputError(
+            f"{where}: expected prompt and completion, messages, instruction and output, conversations, or text; "
+            f"got {_shown(row)}"
+        )
+    found = [_message(message, where) for message in messages]
+    if found[-1].role != "assistant":
+        raise InputError(f"{where}: the last message must be the assistant's, got {found[-1].role!r}")
+    masks = row.get("mask_history", False)
+    if not isinstance(masks, bool):
+        raise InputError(f"{where}: mask_history must be true or false, got {_shown(masks)}")
+    conversation = Conversation(only_last_counted(found) if masks else found)
+    conversation.where, conversation.ignored = where, frozenset(row).difference(ROW_KEYS)
+    conversation.is_document = is_document
+    conversation.tools = _from_json(row.get("tools") or [], list, f"{where}: tools must be a list of functions")
+    return conversation
+
+
+def only_last_counted(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages, of which the loss counts the last one alone."""
+    return [*(replace(message, is_counted=False) for message in messages[:-1]), messages[-1]]
 
 
 def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
         raise InputError(f"{where}: a message has role and content, two texts; got {_shown(message)}")
-    if message["role"] not in ROLES:
-        raise InputError(f"{where}: a role is one of {', '.join(ROLES)}; got {message['role']!r}")
-    return Message(message["role"], message["content"])
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise InputError(f"{where}: a role is one of {', '.join(ROLES)}; got {role!r}")
+    more = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
+    unknown = [key for key in more if key not in MESSAGE_KEYS]
+    if unknown:
+        known = ", ".join(("role", "content", *MESSAGE_KEYS))
+        raise InputError(f"{where}: a message has the key {unknown[0]!r}; known are {known}; remove it from the file")
+    weight = more.pop("weight", 1)
+    if weight not in (0, 1) or (weight == 1 and role != "assistant" and "weight" in message):
+        raise InputError(f"{where}: weight is 0 or 1, and 1 for the assistant only; got {_shown(message)}")
+    if "tool_calls" in more:
+        calls = f"{where}: tool_calls must be a list of calls"
+        more["tool_calls"] = [_call(call, where) for call in _from_json(more["tool_calls"], list, calls)]
+    if not isinstance(content, str) and not (content is None and role == "assistant" and more.get("tool_calls")):
+        raise InputError(f"{where}: content must be a text, or null beside tool_calls; got {_shown(message)}")
+    return Message(role, content, weight == 1, more)
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+def _call(call: Any, where: str) -> Any:
+    """Return a call of a tool with its arguments as an object, as chat templates expect them."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InputError(f"{where}: a call in tool_calls has a function with a name; got {_shown(call)}")
+    arguments = _from_json(function.get("arguments") or {}, Mapping, f"{where}: arguments must be an object")
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _from_json(value: Any, kind: type, expected: str) -> Any:
+    """Return a list or an object, which OpenAI's format and others write as a text with JSON."""
+    parsed = value
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            pass
+    if not isinstance(parsed, kind):
+        raise InputError(f"{expected}; got {_shown(value)}")
+    return parsed
 
 
 def topics_of_python() -> tuple[list[Conversation], list[Conversation]]:
@@ -101,5 +164,5 @@ def topics_of_python() -> tuple[list[Conversation], list[Conversation]]:
             if len(text) >= 40 and text[0].isupper() and text.endswith("."):
                 held_out = int(hashlib.blake2b(text.encode(), digest_size=4).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
                 # A space belongs to the word after it, for a tokenizer of bytes.
-                splits[held_out].append((Message("user", f"{name}:"), Message("assistant", f" {text}")))
+                splits[held_out].append(Conversation([Message("user", f"{name}:"), Message("assistant", f" {text}")]))
     return splits[False], splits[True]

@@ -21,12 +21,19 @@ from tokenizers import Tokenizer
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
-from mindnlp_dp.finetuning import job, results
-from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
+from mindnlp_dp.finetuning import results
+from mindnlp_dp.finetuning.arguments import build_optimizer, callbacks, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
+from mindnlp_dp.finetuning.start import check_files
+from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
 from mindnlp_dp.language_modeling.rows import Collator
-from mindnlp_dp.language_modeling.task import LanguageModelingTask, build_model, prepare_task, save_tokenizer
+from mindnlp_dp.language_modeling.task import (
+    LanguageModelingTask,
+    build_model,
+    prepare_task,
+    read_splits,
+    save_tokenizer,
+)
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.runtime.versions import mindnlp_series
 
@@ -37,16 +44,19 @@ def main() -> None:
         config = parse_config(LanguageModelingConfig, description=__doc__)
         if mindnlp_series() != "0.4":
             raise InputError("scripts/finetune_llm.py is for MindNLP 0.4")
+        model = "" if config.model == FROM_SCRATCH else config.model
+        splits = check_files(config, model, lambda: read_splits(config))
+        # Imported here because it imports MindSpore, which takes seconds: errors in files and flags come before.
+        from mindnlp_dp.finetuning import job
+
         group, mesh = job.join(config)
-        args = training_arguments(
-            config, mesh, prediction_loss_only=True, remove_unused_columns=False, group_by_length=config.group_by_length
-        )
-        task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
+        args = training_arguments(config, mesh, prediction_loss_only=True, remove_unused_columns=False)
+        task = group.run_on_rank0(lambda: prepare_task(config, splits), "preparing the data")
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train), mesh.dp_group.world_size)
         report = train(config, args, task, group)
     except InputError as error:
-        # Every rank gets this error and writes it to its own log.
+        # Every rank that gets this error writes it to its own log.
         sys.exit(f"error: {error}")
     if group.is_main:
         print(f"\n{summary(report, Path(config.output_dir))}")
@@ -56,6 +66,7 @@ def train(
     config: LanguageModelingConfig, args: dp.DataParallelArguments, task: LanguageModelingTask, group: dp.ProcessGroup
 ) -> RunReport:
     """Train, evaluate, write the model and the results, and return the report of the run."""
+    from mindnlp_dp.finetuning import job
     from mindnlp_dp.finetuning.recorder import TimeRecorder
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
@@ -64,6 +75,7 @@ def train(
     # One process of each host downloads a pretrained model; the others read it from the cache.
     with args.main_process_first():
         model = build_model(config, task)
+    generation_config = model.generation_config
     with as_input_error():
         fuses = config.fused_cross_entropy
         with contextlib.suppress(*([ValueError] if fuses == "auto" else [])):
@@ -80,13 +92,15 @@ def train(
         eval_dataset=task.test,
         data_collator=collator,
         optimizers=(build_optimizer(config, model), None),
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks(config)],
     )
     if group.is_main:
         if task.num_truncated:
             print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
         if task.num_without_labels:
             print(f"{task.num_without_labels} texts have no completion left, and were left out")
+        if task.ignored_keys:
+            print(f"keys of the files' lines that are not used: {', '.join(task.ignored_keys)}")
     output = job.train(trainer, config)
     report = results.make_report(
         trainer, output, recorder, config, train_samples=len(task.train), eval_samples=len(task.test)
@@ -101,7 +115,13 @@ def train(
             print(f"the model cannot complete the prompts: {str(error).partition(chr(10))[0]}")
 
     title = f"{task.train.num_labels:,} labels an epoch"
-    job.write(trainer, config, report, lambda folder: save_tokenizer(config, task, folder), title)
+
+    def save_beside(folder: str) -> None:
+        save_tokenizer(config, task, folder)
+        # PEFT writes none with adapters.
+        generation_config.save_pretrained(folder)
+
+    job.write(trainer, config, report, save_beside, title)
     return report
 
 
@@ -117,10 +137,10 @@ def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingT
     model.set_train(False)
     found = []
     for prompt in task.prompts:
-        ids = np.array([prompt.ids[-min(config.max_length, positions - num_new) :] or [task.eos or 0]], np.int64)
+        ids = np.array([prompt.ids[-min(config.max_length, positions - num_new) :] or task.ends[-1:] or [0]], np.int64)
         output = model.generate(
             input_ids=Tensor(ids), attention_mask=Tensor(np.ones_like(ids)), max_new_tokens=num_new, do_sample=False,
-            eos_token_id=task.eos, pad_token_id=task.pad,
+            pad_token_id=task.pad,
         )  # fmt: skip
         completion = tokenizer.decode(output.asnumpy()[0, ids.shape[1] :].tolist())
         found.append({"prompt": prompt.text, "completion": completion, "expected": prompt.expected})

@@ -5,13 +5,19 @@ Rank 0 alone calls :func:`prepare_task`, and the other ranks receive its result.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import numpy as np
 from tokenizers import Tokenizer
 
-from mindnlp_dp.finetuning.pretrained import load_pretrained
+from mindnlp_dp.finetuning.arguments import chosen, held_out, repeated
+from mindnlp_dp.finetuning.files import weighted_files
+from mindnlp_dp.finetuning.lora import with_lora
+from mindnlp_dp.finetuning.saved_model import adapters_of, load_causal_lm
 from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.tokenizers import as_pretrained, encoded_text, pretrained_tokenizer
 from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import Conversation, read_conversations, topics_of_python
@@ -20,11 +26,14 @@ from mindnlp_dp.language_modeling.tokenization import (
     BOS,
     EOS,
     PAD,
+    SPECIAL_TOKENS,
+    add_control_tokens,
     encode,
-    encoded_text,
-    pretrained_tokenizer,
+    encode_document,
+    end_of_turn,
     train_tokenizer,
 )
+from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
 # Model types with a class for causal language models that is one only if ``is_decoder`` is set.
@@ -46,51 +55,96 @@ class LanguageModelingTask:
 
     Attributes:
         pad: the token that fills rows up.
-        eos: the token that ends a text; None if the tokenizer has none.
+        ends: the tokens that end what the assistant says: the template's, and the tokenizer's.
+        is_extended: whether tokens were added to the tokenizer of a pretrained model.
         num_truncated: number of texts that were truncated.
         num_without_labels: number of texts that were left out, because nothing that counts was left of them.
+        ignored_keys: keys of the files' lines that are not used.
     """
 
     train: TokenRows
     test: TokenRows
     tokenizer_json: str
     pad: int
-    eos: Optional[int]
+    ends: list[int]
+    is_extended: bool = False
     prompts: list[Prompt] = field(default_factory=list)
     num_truncated: int = 0
     num_without_labels: int = 0
+    ignored_keys: list[str] = field(default_factory=list)
 
     @property
     def vocab_size(self) -> int:
         return Tokenizer.from_str(self.tokenizer_json).get_vocab_size()
 
 
-def prepare_task(config: LanguageModelingConfig) -> LanguageModelingTask:
-    """Read the conversations, and make rows of tokens of them.
+@dataclass(frozen=True)
+class ConversationSplits:
+    """Both splits as conversations."""
+
+    train: list[Conversation]
+    test: list[Conversation]
+
+    def __str__(self) -> str:
+        return f"{len(self.train)} training and {len(self.test)} held-out texts"
+
+
+def read_splits(config: LanguageModelingConfig) -> ConversationSplits:
+    """Read the data; raise InputError if a file cannot be read."""
+    if not config.train_file:
+        train, test = topics_of_python()
+        return ConversationSplits(_some(train, config), test)
+    train, test = [], []
+    for path, weight in weighted_files(config.train_file):
+        read = read_conversations(path)
+        if config.test_fraction:
+            is_test = held_out(np.zeros(len(read), int), config.test_fraction, config.seed)
+            test += [read[at] for at in np.flatnonzero(is_test)]
+            read = [read[at] for at in np.flatnonzero(~is_test)]
+        train += [read[at] for at in repeated(len(read), weight, config.seed)]
+    for path, _ in weighted_files(config.test_file):
+        test += read_conversations(path)
+    return ConversationSplits(_some(train, config), test)
+
+
+def _some(train: list[Conversation], config: LanguageModelingConfig) -> list[Conversation]:
+    return [train[at] for at in chosen(len(train), config.max_train_samples, config.seed)]
+
+
+def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSplits] = None) -> LanguageModelingTask:
+    """Make rows of tokens of the conversations, which are read if they are not given.
 
     Raises:
         InputError: a file or a tokenizer cannot be loaded, or no text has a label.
     """
-    if config.train_file:
-        splits = read_conversations(config.train_file), read_conversations(config.test_file)
+    read = read or read_splits(config)
+    splits = read.train, read.test
+    if config.model == FROM_SCRATCH:
+        texts = [message.content or "" for conversation in splits[0] for message in conversation]
+        tokenizer = _of_tiny_model(config, train_tokenizer(texts, config.vocab_size).to_str())
+        added: list[str] = []
     else:
-        splits = topics_of_python()
-    tokenizer, fast, eos, pad = _tokenizer(config, splits[0])
+        tokenizer, added = _of_pretrained(config)
+    fast = tokenizer.backend_tokenizer
     template = (
         templates.of_tokenizer(tokenizer) if config.template == "tokenizer" else templates.BY_NAME[config.template]
     )
-    # A tokenizer's own template has the tokens that begin and end a text.
+    # A tokenizer's own template has the token that begins a text.
     has_own_marks = config.template == "tokenizer"
+    chat = next((each for each in splits[0] if not each.is_document), None)
+    end, eos = chat and end_of_turn(chat, template, fast), tokenizer.eos_token_id
     num_truncated = num_without_labels = 0
     rows = []
     for conversations, name in zip(splits, ("training", "held-out")):
-        encoded = [
-            encode(
-                each, template, fast, None if has_own_marks else eos, config.max_length,
-                adds_special_tokens=not has_own_marks,
+        encoded = []
+        for each in conversations:
+            if each.is_document:
+                encoded += encode_document(each, fast, eos, config.max_length)
+                continue
+            end_of_text = eos if end is None else None
+            encoded.append(
+                encode(each, template, fast, end_of_text, config.max_length, adds_special_tokens=not has_own_marks)
             )
-            for each in conversations
-        ]  # fmt: skip
         num_truncated += sum(truncated for _, _, truncated in encoded)
         kept = [(ids, labels) for ids, labels, _ in encoded if (labels >= 0).any()]
         num_without_labels += len(encoded) - len(kept)
@@ -101,23 +155,19 @@ def prepare_task(config: LanguageModelingConfig) -> LanguageModelingTask:
             places = pack([len(ids) for ids, _ in kept], config.max_length)
         rows.append(TokenRows.of([[kept[number] for number in place] for place in places]))
     prompts = [
-        _prompt(each, template, fast, adds_special_tokens=not has_own_marks) for each in splits[1][: config.num_samples]
+        _prompt(each, template, fast, adds_special_tokens=not has_own_marks)
+        for each in [each for each in splits[1] if not each.is_document][: config.num_samples]
     ]
-    return LanguageModelingTask(
-        rows[0], rows[1], fast.to_str(), pad, eos, prompts, num_truncated, num_without_labels
-    )  # fmt: skip
-
-
-def _tokenizer(config: LanguageModelingConfig, train: list[Conversation]) -> tuple[Any, Tokenizer, Optional[int], int]:
-    """Return the tokenizer (None for the tiny model), its fast form, and its tokens for the end and for padding."""
-    if config.model == FROM_SCRATCH:
-        texts = [message.content for conversation in train for message in conversation]
-        return None, train_tokenizer(texts, config.vocab_size), EOS, PAD
-    tokenizer, fast = pretrained_tokenizer(config.model)
-    eos = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
-    # Padding has no labels and is not seen, so that any token will do.
-    return tokenizer, fast, eos, pad if pad is not None else eos if eos is not None else 0
+    return LanguageModelingTask(
+        rows[0], rows[1], fast.to_str(),
+        # Padding has no labels and is not seen, so that any token will do.
+        pad=pad if pad is not None else eos if eos is not None else 0,
+        ends=[token for token in dict.fromkeys((end, eos)) if token is not None],
+        is_extended=bool(added), prompts=prompts, num_truncated=num_truncated,
+        num_without_labels=num_without_labels,
+        ignored_keys=sorted({str(key) for split in splits for each in split for key in each.ignored}),
+    )  # fmt: skip
 
 
 def _prompt(
@@ -125,7 +175,31 @@ def _prompt(
 ) -> Prompt:
     text = templates.prompt_of(conversation, template)
     encoding, length = encoded_text(text, fast, adds_special_tokens=adds_special_tokens)
-    return Prompt(text, list(encoding.ids[:length]), conversation[-1].content)
+    return Prompt(text, list(encoding.ids[:length]), conversation[-1].content or "")
+
+
+def _of_tiny_model(config: LanguageModelingConfig, tokenizer_json: str) -> Any:
+    pad, bos, eos = SPECIAL_TOKENS[:3]
+    positions = config.max_length + config.max_new_tokens
+    return as_pretrained(tokenizer_json, positions, pad_token=pad, bos_token=bos, eos_token=eos)
+
+
+def _of_pretrained(config: LanguageModelingConfig) -> tuple[Any, list[str]]:
+    """Return the tokenizer of a pretrained model, and the template's tokens that were added to it."""
+    tokenizer, _ = pretrained_tokenizer(config.model)
+    adapters = adapters_of(config.model)
+    if adapters is not None and config.lora_rank not in (0, adapters["r"]):
+        raise InputError(
+            f"{config.model} has adapters of rank {adapters['r']}, which are trained further; leave out --lora-rank, "
+            "or pass the model that they belong to, for new adapters"
+        )
+    added = add_control_tokens(tokenizer, templates.CONTROL_TOKENS.get(config.template, ()))
+    if added and (config.lora_rank or adapters is not None):
+        raise InputError(
+            f"{config.model} has no token {added[0]}, and LoRA does not train the embeddings of new tokens; choose "
+            "another --template, or train all weights (--lora-rank 0)"
+        )
+    return tokenizer, added
 
 
 def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> Any:
@@ -151,7 +225,10 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
             )
         )
     else:
-        model = load_pretrained(library.AutoModelForCausalLM, config.model, "model", trust_pickle=config.trust_pickle)
+        model = load_causal_lm(config.model, is_trainable=True, trust_pickle=config.trust_pickle)
+    if task.is_extended and task.vocab_size > model.config.vocab_size:
+        model.resize_token_embeddings(task.vocab_size)
+    _set_ends(model.generation_config, task.ends)
     kind = model.config.model_type
     if kind in ENCODERS and not getattr(model.config, "is_decoder", False):
         raise InputError(f"{config.model} is a {kind}, in which tokens see later ones; pass a causal language model")
@@ -167,38 +244,31 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
         raise InputError(
             f"max_length ({config.max_length}) is more than the {positions} tokens that {config.model} takes"
         )
-    return _with_lora(model, config) if config.lora_rank else model
+    if not config.lora_rank or has_adapters(model):
+        return model
+    return with_lora(model, config.model, config, "CAUSAL_LM")
 
 
-def _with_lora(model: Any, config: LanguageModelingConfig) -> Any:
-    from mindnlp.peft import LoraConfig, get_peft_model
-
-    head = model.get_output_embeddings()
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D") and module is not head
-    }
-    targets = [name.strip() for name in config.lora_targets.split(",") if name.strip()] or sorted(linear)
-    unknown = [name for name in targets if name not in linear]
-    if unknown:
-        raise InputError(f"lora_targets names {unknown[0]!r}; the linear layers are {', '.join(sorted(linear))}")
-    return get_peft_model(
-        model,
-        LoraConfig(
-            task_type="CAUSAL_LM", r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-            target_modules=targets, fan_in_fan_out=model.config.model_type == "gpt2",
-        ),
-    )  # fmt: skip
+def _set_ends(generation: Any, ends: list[int]) -> None:
+    """Let any of the tokens end what is generated, beside the model's own, in the report and from the saved folder."""
+    own = generation.eos_token_id
+    own = own if isinstance(own, list) else [own] if own is not None else []
+    if not set(ends) <= set(own):
+        generation.eos_token_id = [*dict.fromkeys([*ends, *own])]
+        # Without this, Transformers takes the tokens of config.json instead.
+        generation._from_model_config = False
 
 
 def save_tokenizer(config: LanguageModelingConfig, task: LanguageModelingTask, folder: str) -> None:
     """Write the tokenizer into the model's folder, from which ``--model FOLDER`` loads it again."""
     if config.model == FROM_SCRATCH:
-        tokenizer = transformers_api().PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(task.tokenizer_json), pad_token="<pad>", bos_token="<s>",
-            eos_token="</s>",
-        )  # fmt: skip
-        tokenizer.save_pretrained(folder)
+        tokenizer = _of_tiny_model(config, task.tokenizer_json)
     else:
-        pretrained_tokenizer(config.model)[0].save_pretrained(folder)
+        tokenizer, _ = _of_pretrained(config)
+    if config.template in templates.CHAT_TEMPLATES:
+        # apply_chat_template() does not add the tokens that the tokenizer puts in front of a text.
+        encoding = tokenizer.backend_tokenizer.encode("a")
+        added = itertools.takewhile(lambda token: token[1] == (0, 0), zip(encoding.tokens, encoding.offsets))
+        first = "".join(token for token, _ in added)
+        tokenizer.chat_template = first + templates.CHAT_TEMPLATES[config.template]
+    tokenizer.save_pretrained(folder)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.implementations import ByteLevelBPETokenizer
 
 from mindnlp_dp.data.loss_weight import IGNORED
-from mindnlp_dp.finetuning.pretrained import load_pretrained
-from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.tokenizers import encoded_text
 from mindnlp_dp.language_modeling.conversations import Conversation
-from mindnlp_dp.language_modeling.templates import Template
-from mindnlp_dp.runtime.mindnlp_api import transformers_api
+from mindnlp_dp.language_modeling.templates import Template, plain, text_after_content
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 PAD, BOS, EOS = range(3)
@@ -44,7 +42,7 @@ def encode(
     Tokens that begin or end in a part that counts have themselves as labels; others, and the first token, have -100.
 
     Args:
-        eos: the token that is added at the end, if the last one is another.
+        eos: the token that is added at the end, if the last one is another; it counts if the last message does.
         adds_special_tokens: whether the tokenizer adds its own, such as one at the beginning.
     """
     text, starts = "", []
@@ -66,35 +64,38 @@ def encode(
     # A template's own end, such as <|im_end|>, may be the tokenizer's.
     said = ids[has_label]
     if eos is not None and not (len(said) and said[-1] == eos):
-        ids, has_label = np.append(ids, eos), np.append(has_label, True)
+        ids, has_label = np.append(ids, eos), np.append(has_label, conversation[-1].is_counted)
     labels = np.where(has_label, ids, IGNORED)
     labels[:1] = IGNORED
     return ids[:max_length], labels[:max_length], len(ids) > max_length
 
 
-def encoded_text(text: str, tokenizer: Tokenizer, *, adds_special_tokens: bool) -> tuple[Encoding, int]:
-    """Return a text's encoding, and its number of tokens without those that the tokenizer adds at the end."""
-    encoding = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
-    length = len(encoding.ids)
-    # Their offsets are (0, 0).
-    while length and encoding.offsets[length - 1][0] == encoding.offsets[length - 1][1]:
-        length -= 1
-    return encoding, length
+def encode_document(
+    document: Conversation, tokenizer: Tokenizer, eos: Optional[int], max_length: int
+) -> list[tuple[np.ndarray, np.ndarray, bool]]:
+    """Return the tokens and labels of a text without roles, as :func:`encode` does, in rows of at most ``max_length``.
 
-
-def pretrained_tokenizer(name: str) -> tuple[Any, Tokenizer]:
-    """Return the tokenizer of a pretrained model, and the fast one within it.
-
-    Raises:
-        InputError: it cannot be loaded, or is not a fast tokenizer.
+    A row begins with the last token of the row before, so that every token but the text's first is predicted once.
     """
-    tokenizer = load_pretrained(transformers_api().AutoTokenizer, name, "tokenizer")
-    if (Path(name) / "adapter_config.json").is_file():
-        raise InputError(f"{name} has adapters, and no model; pass the model that they were trained for")
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise InputError(f"the tokenizer {name} has no fast form (tokenizer.json), from which labels are made")
-    # Many published tokenizers were saved with their own.
-    backend.no_truncation()
-    backend.no_padding()
-    return tokenizer, backend
+    ids, labels, _ = encode(document, plain, tokenizer, eos, sys.maxsize)
+    rows = []
+    for begin in range(0, max(1, len(ids) - 1), max_length - 1):
+        part = slice(begin, begin + max_length)
+        rows.append((ids[part], np.where(np.arange(len(ids[part])) > 0, labels[part], IGNORED), False))
+    return rows
+
+
+def end_of_turn(conversation: Conversation, template: Template, tokenizer: Tokenizer) -> Optional[int]:
+    """Return the special token that a template writes after a message, such as <|im_end|>; None if it writes none."""
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    ids = tokenizer.encode(text_after_content(conversation, template), add_special_tokens=False).ids
+    return next((token for token in ids if token in special), None)
+
+
+def add_control_tokens(tokenizer: Any, names: Sequence[str]) -> list[str]:
+    """Add the tokens that a template needs, and return those that were several tokens of this tokenizer."""
+    missing = [name for name in names if len(tokenizer(name, add_special_tokens=False)["input_ids"]) != 1]
+    if missing:
+        special = [*tokenizer.additional_special_tokens, *missing]
+        tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return missing

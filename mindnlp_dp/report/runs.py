@@ -99,14 +99,17 @@ class RunReport(_Needed, total=False):
     ``gradient_sync_share`` is the fraction of the training time spent on the gradient exchange, ``peak_memory_bytes``
     the memory of the rank that needs most, on a CPU with its libraries, ``metrics`` those of the run (docs/metrics.md;
     a run of MindNLP's own Trainer has none), ``history`` the lines of the log, each with its
-    ``step``, ``confusions`` the classes most often taken for each other, ``config`` the settings, ``pipeline`` the
-    passes of an update through stages if they were traced, and ``plan`` the predicted and the measured seconds of an
-    update if the run followed a plan. ``eval_accuracy`` is a classifier's; a language model has ``perplexity``, the
+    ``step``, ``confusions`` the classes most often taken for each other, ``classes`` precision, recall and F1 of each
+    class, ``config`` the settings, ``pipeline`` the passes of an update through stages if they were traced, and
+    ``plan`` the predicted and the measured seconds of an update if the run followed a plan. ``eval_accuracy`` and
+    ``eval_macro_f1`` are a classifier's; a language model has ``perplexity``, the
     exponential of ``eval_loss``, and ``samples`` that it generated: for each its ``prompt``, ``completion`` and
     ``expected`` text.
     """
 
     eval_accuracy: float
+    eval_macro_f1: float
+    classes: list[dict[str, Any]]
     perplexity: float
     samples: list[dict[str, str]]
     gradient_sync_share: float

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindnlp_dp.finetuning.pretrained import check_weights
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, setting
+from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, learning_rate_from_scratch, setting
+from mindnlp_dp.schedules.mesh_spec import parse_mesh
 
 FROM_SCRATCH = "tiny"
 
@@ -38,12 +39,17 @@ class TaskConfig(RunConfig):
     intermediate_size: int = setting(512, "width of the feed-forward layers")
     dropout: float = setting(0.0, "dropout in the model")
 
-    def check(self) -> None:
-        if bool(self.train_file) != bool(self.test_file):
-            raise InputError("--train-file and --test-file must be given together")
+    def usual_learning_rate(self) -> float:
+        return learning_rate_from_scratch(2e-3, self.hidden_size) if self.model == FROM_SCRATCH else 5e-5
+
+    def validate(self) -> None:
+        if bool(self.train_file) != bool(self.test_file or (self.test_fraction and not self.dataset)):
+            raise InputError("--train-file and --test-file (or --test-fraction) must be given together")
+        if self.test_file and self.test_fraction:
+            raise InputError("--test-file and --test-fraction are two held-out splits; choose one")
         if self.train_file and self.dataset:
             raise InputError("--train-file and --dataset are two sources of data; choose one")
-        super().check()
+        super().validate()
         if self.model != FROM_SCRATCH:
             check_weights(self.model, trust_pickle=self.trust_pickle)
         for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
@@ -64,4 +70,30 @@ class TaskConfig(RunConfig):
 class FinetuneConfig(TaskConfig, ParallelConfig):
     """The settings of scripts/finetune.py."""
 
+    predict_file: str = setting("", "a file of texts; the trained model's labels for them go to predictions.csv")
+    dynamic_padding: bool = setting(True, "pad texts to the longest of a micro-batch; false: to max_length")
+    label_smoothing: float = setting(0.0, "share of the target that is spread over all labels")
+    class_weights: str = setting("", "balanced: a sample weighs the more, the rarer its label is; empty: equally")
     plan: str = setting("", "a file of mindnlp-dp plan --json; its best plan is used, and compared with the run")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("loss", "accuracy", "macro_f1")
+
+    def usual_learning_rate(self) -> float:
+        return 3e-4 if self.lora_rank else super().usual_learning_rate()
+
+    def validate(self) -> None:
+        super().validate()
+        if not 0 <= self.label_smoothing < 1:
+            raise InputError(f"label_smoothing must be from 0 to 1, got {self.label_smoothing}")
+        if self.class_weights not in ("", "balanced"):
+            raise InputError(f"class_weights must be balanced or empty, got {self.class_weights!r}")
+        if self.class_weights and self.label_smoothing:
+            raise InputError("class_weights and label_smoothing are two losses; choose one")
+        if "pp" in parse_mesh(self.mesh) and (self.class_weights or self.label_smoothing):
+            raise InputError(
+                "a pipeline (pp) computes the model's own loss; leave class_weights and label_smoothing out"
+            )
+        if self.lora_rank and self.model == FROM_SCRATCH:
+            raise InputError("lora_rank is for a pretrained model; pass --model FOLDER")

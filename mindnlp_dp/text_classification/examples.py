@@ -1,23 +1,20 @@
-"""This module reads labelled texts from CSV, TSV and JSON lines files, in the file's order; task.py calls it."""
+"""This module takes the texts and labels from rows of a file, in the file's order; task.py and hub.py call it."""
 
 from __future__ import annotations
 
-import csv
-import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Callable, Optional, TextIO
+from typing import Any, Optional
 
+from mindnlp_dp.finetuning.files import read_rows, shown
 from mindnlp_dp.finetuning.settings import InputError
 
 TEXT_COLUMNS = ("text", "text_a", "sentence")
 LABEL_COLUMNS = ("label", "category", "intent")
-TSV_LINE_BREAKS = (
-    "; quotes are text in TSV, so that no field can hold a line break: if one does, save the file as CSV or JSON lines"
-)
+# A space without width, and a mark of the byte order.
+INVISIBLE = "\u200b\ufeff"
 
 
 @dataclass(frozen=True)
@@ -29,6 +26,11 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def at(self, numbers: Iterable[int]) -> Examples:
+        """Return the examples with these numbers."""
+        numbers = list(numbers)
+        return Examples([self.texts[at] for at in numbers], [self.labels[at] for at in numbers])
 
 
 @dataclass(frozen=True)
@@ -43,27 +45,13 @@ USUAL_COLUMNS = Columns()
 
 
 def read_examples(path: str, columns: Columns = USUAL_COLUMNS) -> Examples:
-    """Read a file by its suffix: .csv or .tsv with a header, or .jsonl or .json with one object per line.
+    """Return the texts and labels of a file.
 
     Raises:
-        InputError: the file is missing or not UTF-8, no column fits, or it has no rows; or a line is malformed, has
-            another number of fields or an empty one, and the message has the line number.
+        InputError: the file cannot be read, no column fits, or it has no rows; or a text or a label is empty, or is
+            neither a text nor a number, and the message has the line.
     """
-    readers = {".csv": _delimited(","), ".tsv": _delimited("\t"), ".jsonl": _json_lines, ".json": _json_lines}
-    reader = readers.get(Path(path).suffix.lower())
-    if reader is None:
-        raise InputError(f"{path}: expected a file that ends in {', '.join(readers)}")
-    try:
-        with _fields_of_any_length(), open(path, newline="", encoding="utf-8-sig") as file:
-            return collect(reader(file, path), columns, path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: the file does not exist") from None
-    except IsADirectoryError:
-        raise InputError(f"{path} is a folder, expected a file") from None
-    except PermissionError:
-        raise InputError(f"{path} cannot be read: permission denied") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 at byte {error.start}; convert it with iconv -t UTF-8") from None
+    return collect(read_rows(path), columns, path)
 
 
 def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, what: str) -> Examples:
@@ -77,81 +65,47 @@ def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, wha
                 _find_column(list(row), columns.label, LABEL_COLUMNS, "label", what),
             )
         for name, kind, values in zip(names, ("text", "label"), (examples.texts, examples.labels)):
-            value = row.get(name)
-            if value is None or not str(value).strip():
-                raise InputError(f"{what}, line {line}: the {kind} is empty")
-            values.append(str(value) if kind == "text" else str(value).strip())
+            values.append(_value(row.get(name), kind, f"{what}, line {line}"))
     if not examples.texts:
         raise InputError(f"{what}: it has no rows below the header")
     return examples
 
 
-@contextmanager
-def _fields_of_any_length() -> Iterator[None]:
-    # The csv module's limit is 131,072 characters and applies to the whole process, so it is restored.
-    limit = csv.field_size_limit(sys.maxsize)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(limit)
+def texts_of(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, what: str) -> list[str]:
+    """Return the texts alone of ``(line, row)`` pairs."""
+    texts, name = [], ""
+    for line, row in rows:
+        name = name or _find_column(list(row), columns.text, TEXT_COLUMNS, "text", what)
+        texts.append(_value(row.get(name), "text", f"{what}, line {line}"))
+    if not texts:
+        raise InputError(f"{what}: it has no rows below the header")
+    return texts
 
 
-def _delimited(delimiter: str) -> Callable[[TextIO, str], Iterator[tuple[int, Mapping[str, Any]]]]:
-    def read(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        # In TSV, tabs separate fields even inside quotes; quotes around a complete field are removed.
-        by_tabs = delimiter == "\t"
-        lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if by_tabs else csv.reader(file, strict=True)
-        rows = _rows(lines, path)
-        line, header = next(rows, (1, []))
-        if not header:
-            raise InputError(f"{path}, line 1: the header is missing")
-        header = [_unquoted(name.strip()) for name in header]
-        for line, row in rows:
-            if len(row) != len(header):
-                reason = TSV_LINE_BREAKS if by_tabs and len(row) < len(header) else ""
-                raise InputError(f"{path}, line {line}: {len(row)} fields, but the header has {len(header)}{reason}")
-            yield line, dict(zip(header, map(_unquoted, row) if by_tabs else row))
-
-    return read
-
-
-def _unquoted(field: str) -> str:
-    is_quoted = len(field) >= 2 and field[0] == field[-1] == '"'
-    return field[1:-1].replace('""', '"') if is_quoted else field
-
-
-def _json_lines(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for line, text in enumerate(file, 1):
-        if not text.strip():
-            continue
-        try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}, line {line}: {error.msg}; expected one JSON object a line") from None
-        if not isinstance(row, dict):
-            raise InputError(f"{path}, line {line}: expected a JSON object, got {text.strip()[:40]}")
-        yield line, row
-
-
-def _rows(reader: Iterator[list[str]], path: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the non-empty rows with the number of the line on which each begins."""
-    while True:
-        line = reader.line_num + 1  # type: ignore[attr-defined]
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise InputError(f"{path}, line {line}: {error}") from None
-        if row:
-            yield line, row
+def _value(value: Any, kind: str, where: str) -> str:
+    """Return a text or a label, in which equal numbers and equal characters have one form."""
+    if isinstance(value, float):
+        is_whole = kind == "label" and value.is_integer()
+        value = None if math.isnan(value) else int(value) if is_whole else value
+    if value is not None and not isinstance(value, (str, int, float)):
+        raise InputError(f"{where}: the {kind} must be one text or number, got {shown(value)}")
+    text = "" if value is None else str(value)
+    if kind == "label":
+        text = unicodedata.normalize("NFC", text).strip().strip(INVISIBLE).strip()
+    if not text.strip():
+        raise InputError(f"{where}: the {kind} is empty")
+    return text
 
 
 def _find_column(header: Sequence[str], given: str, usual: Sequence[str], kind: str, what: str) -> str:
-    by_name = {name.strip().lower(): name for name in header}
     for name in [given] if given else usual:
-        if name.lower() in by_name:
-            return by_name[name.lower()]
+        found = [each for each in header if each.strip().lower() == name.lower()]
+        if given in found:
+            return given
+        if len(found) > 1:
+            raise InputError(f"{what}: the {kind} may be in {' or '.join(found)}; name it with --{kind}-column")
+        if found:
+            return found[0]
     expected = f"there is none named {given}" if given else f"expected one named {' or '.join(usual)}"
     raise InputError(f"{what}: no {kind} column; {expected}, found {', '.join(header)}; name it with --{kind}-column")
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
-from mindnlp_dp.finetuning import job
-from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
+from mindnlp_dp.finetuning.arguments import build_optimizer, callbacks, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
+from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.report.runs import RunReport
-from mindnlp_dp.text_classification.config import FinetuneConfig
+from mindnlp_dp.text_classification.config import FROM_SCRATCH, FinetuneConfig
 from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan
 from mindnlp_dp.text_classification.results import make_report, summary
 from mindnlp_dp.text_classification.task import (
@@ -26,6 +26,7 @@ from mindnlp_dp.text_classification.task import (
     as_dataset,
     build_model,
     prepare_task,
+    read_splits,
     save_tokenizer,
 )
 
@@ -34,14 +35,19 @@ def main() -> None:
     """Train as the command line says, and print a summary; errors in the input end with one sentence."""
     try:
         config = follow_plan(parse_config(FinetuneConfig, description=__doc__))
+        model = "" if config.model == FROM_SCRATCH else config.model
+        splits = check_files(config, model, lambda: read_splits(config))
+        # Imported here because it imports MindSpore, which takes seconds: errors in files and flags come before.
+        from mindnlp_dp.finetuning import job
+
         group, mesh = job.join(config)
-        args = training_arguments(config, mesh)
-        task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
+        args = training_arguments(config, mesh, label_smoothing_factor=config.label_smoothing)
+        task = group.run_on_rank0(lambda: prepare_task(config, splits), "preparing the data")
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train["labels"]), mesh.dp_group.world_size)
         report = train(config, args, task, group)
     except InputError as error:
-        # Every rank gets this error and writes it to its own log.
+        # Every rank that gets this error writes it to its own log.
         sys.exit(f"error: {error}")
     if group.is_main:
         print(f"\n{summary(report, Path(config.output_dir))}")
@@ -51,7 +57,10 @@ def train(
     config: FinetuneConfig, args: dp.DataParallelArguments, task: TextClassificationTask, group: dp.ProcessGroup
 ) -> RunReport:
     """Train, evaluate, write the model and the results, and return the report of the run."""
+    from mindnlp_dp.finetuning import job
+    from mindnlp_dp.text_classification.predictions import write_predictions
     from mindnlp_dp.text_classification.recorder import RunRecorder
+    from mindnlp_dp.text_classification.trainer import balanced_weights, make_trainer, trimmed
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     set_seed(config.seed)
@@ -62,20 +71,28 @@ def train(
             check_model(model, config)
     model = job.sharded(model, config, args, lambda: {name: column[:8] for name, column in task.train.items()})
     recorder = RunRecorder(task.label_names, len(task.train["labels"]))
-    trainer = dp.DataParallelTrainer(
+    trainer = make_trainer(
+        balanced_weights(task.train["labels"], len(task.label_names)) if config.class_weights else None,
         model,
         args,
         train_dataset=as_dataset(task.train),
+        data_collator=trimmed if config.dynamic_padding else None,
         eval_dataset=as_dataset(task.test),
         optimizers=(build_optimizer(config, model), None),
         compute_metrics=recorder.metrics,
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks(config)],
     )
     if group.is_main and task.num_truncated:
         print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
     output = job.train(trainer, config)
     report = make_report(trainer, output, recorder, config, task)
     compare_with_plan(report, config)
+    if task.unlabelled is not None:
+        logits = trainer.predict(as_dataset(task.unlabelled)).predictions
+        group.run_on_rank0(
+            lambda: write_predictions(Path(config.output_dir), task.unlabelled_texts, logits, task.label_names),
+            "writing the predictions",
+        )
 
     title = f"{report['num_labels']} labels"
     job.write(trainer, config, report, lambda folder: save_tokenizer(config, task, folder), title)

@@ -25,11 +25,13 @@ def load_examples(name: str, split: str, columns: Columns = USUAL_COLUMNS) -> Ex
 
     def rows() -> Iterator[tuple[int, Mapping[str, Any]]]:
         for number, row in enumerate(dataset, 1):
-            # A ClassLabel is stored as a number; the label is its name.
+            # A ClassLabel is stored as a number; the label is its name. -1 is that of a text without a label.
             yield (
                 number,
                 {
-                    key: features[key].int2str(value) if hasattr(features[key], "int2str") and value >= 0 else value
+                    key: (None if value is None or value < 0 else features[key].int2str(value))
+                    if hasattr(features[key], "int2str")
+                    else value
                     for key, value in row.items()
                 },
             )

@@ -1,6 +1,7 @@
 """This module loads a pretrained encoder and its tokenizer from a model hub or a folder; task.py calls it.
 
-The classifier gets a new head. RoBERTa, BERT, and all other models that MindNLP's Auto classes know are supported.
+The classifier gets a new head, unless it was trained for the same labels. RoBERTa, BERT, and all other models that
+MindNLP's Auto classes know are supported.
 """
 
 from __future__ import annotations
@@ -28,18 +29,40 @@ def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[dict[
     return columns, sum(length > max_length for length in lengths)
 
 
-def load_classifier(name: str, num_labels: int, max_length: int, *, trust_pickle: bool = False) -> Any:
-    """Return the model ``name`` with a new head for ``num_labels`` classes; ``trust_pickle`` as in load_pretrained.
+def load_classifier(
+    name: str, label_names: Sequence[str], max_length: int, *, trust_pickle: bool = False
+) -> tuple[Any, bool]:
+    """Return the model ``name`` for these labels, and whether it has lost a head that was for other ones.
 
     Raises:
-        InputError: the model cannot be loaded, or accepts fewer than ``max_length`` tokens.
+        InputError: the model cannot be loaded, its weights do not fit, or it accepts fewer than ``max_length`` tokens.
     """
     auto_class = transformers_api().AutoModelForSequenceClassification
-    model = load_pretrained(auto_class, name, "model", trust_pickle=trust_pickle, num_labels=num_labels)
+    # MindNLP names no sizes in its error, and prints all others; they are compared below.
+    model, found = load_pretrained(
+        auto_class, name, "model", trust_pickle=trust_pickle, num_labels=len(label_names),
+        ignore_mismatched_sizes=True, output_loading_info=True,
+    )  # fmt: skip
+    base = f"{model.base_model_prefix}."
+    for weight, saved, expected in found["mismatched_keys"]:
+        if weight.startswith(base) or not hasattr(model, model.base_model_prefix):
+            raise InputError(
+                f"the model {name} cannot be loaded: {weight} has the sizes {tuple(saved)}, and config.json says "
+                f"{tuple(expected)}"
+            )
+    head = {weight for weight, _ in model.named_parameters() if not weight.startswith(base)}
+    had_head = not head & set(found["missing_keys"])
+    saved_config = load_pretrained(transformers_api().AutoConfig, name, "configuration")
+    labels = [saved_config.id2label.get(number) for number in range(saved_config.num_labels)]
+    is_new = had_head and labels != list(label_names)
+    if is_new:
+        for path, module in model.named_modules():
+            if path and not f"{path}.".startswith(base):
+                model._init_weights(module)
     positions = getattr(model.config, "max_position_embeddings", max_length)
     # RoBERTa's first position is the padding token's id plus 1.
     if "roberta" in model.config.model_type:
         positions -= model.config.pad_token_id + 1
     if max_length > positions:
         raise InputError(f"max_length ({max_length}) is more than the {positions} tokens that {name} takes")
-    return model
+    return model, is_new

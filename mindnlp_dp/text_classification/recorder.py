@@ -20,17 +20,38 @@ class RunRecorder(TimeRecorder):
     Attributes:
         confusions: result of :func:`most_confused` for the last evaluation; None without one, as on ranks that do not
             compute metrics, or in a resumed run that was already complete.
+        classes: result of :func:`class_scores` for the last evaluation; empty without one.
     """
 
     def __init__(self, label_names: Sequence[str], num_train: int) -> None:
         super().__init__(num_train)
         self.label_names = label_names
         self.confusions: Optional[list[dict[str, Any]]] = None
+        self.classes: list[dict[str, Any]] = []
 
     def metrics(self, prediction: Any) -> dict[str, float]:
-        """Return the accuracy, and record the confusions."""
+        """Return accuracy and macro F1, and record the scores of each class and the confusions."""
         self.confusions = most_confused(prediction.predictions, prediction.label_ids, self.label_names)
-        return {"accuracy": accuracy(prediction.predictions, prediction.label_ids)}
+        self.classes = class_scores(prediction.predictions, prediction.label_ids, self.label_names)
+        return {
+            "accuracy": accuracy(prediction.predictions, prediction.label_ids),
+            "macro_f1": float(np.mean([scores["f1"] for scores in self.classes])),
+        }
+
+
+def class_scores(predictions: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return precision, recall, F1 and number of samples of each class that occurs in labels or predictions."""
+    pairs = labels * len(names) + predictions.argmax(-1)
+    counts = np.bincount(pairs, minlength=len(names) ** 2).reshape(len(names), len(names))
+    found = []
+    for number, name in enumerate(names):
+        right, of, taken = int(counts[number, number]), int(counts[number].sum()), int(counts[:, number].sum())
+        if of or taken:
+            found.append({
+                "label": name, "precision": right / taken if taken else 0.0, "recall": right / of if of else 0.0,
+                "f1": 2 * right / (of + taken), "samples": of,
+            })  # fmt: skip
+    return found
 
 
 def most_confused(predictions: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:

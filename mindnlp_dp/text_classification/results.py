@@ -23,10 +23,11 @@ def make_report(
     report = results.make_report(trainer, output, recorder, config, **sizes)
     evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)
     report["eval_accuracy"] = evaluation["eval_accuracy"]
+    report["eval_macro_f1"] = evaluation["eval_macro_f1"]
     report["num_labels"] = len(task.label_names)
     # An empty list means "no confusions"; a run that has not evaluated leaves the key out.
     if recorder.confusions is not None:
-        report["confusions"] = recorder.confusions
+        report["confusions"], report["classes"] = recorder.confusions, recorder.classes
     return report
 
 
@@ -38,7 +39,7 @@ def write_results(folder: Path, report: RunReport, save_model: Callable[[str], N
 def summary(report: RunReport, folder: Path) -> str:
     """Return the report as the lines that are printed at the end of a run."""
     evaluation = (
-        f"accuracy {report['eval_accuracy']:.4f}, loss {report['eval_loss']:.4f} on {report['eval_samples']} held-out "
-        f"samples, {report['num_labels']} labels"
-    )
+        "accuracy {eval_accuracy:.4f}, macro F1 {eval_macro_f1:.4f}, loss {eval_loss:.4f} on {eval_samples} held-out "
+        "samples, {num_labels} labels"
+    ).format_map(report)
     return results.summary(report, folder, evaluation)

@@ -12,7 +12,7 @@ import pytest
 from conftest import CORE_UNDER_MPI, ROOT, run_one_after_another
 
 NO_INIT = """
-import mindnlp_dp as dp
+import mindspore, mindnlp_dp as dp
 print("trained something")
 """
 

@@ -43,13 +43,18 @@ def test_a_job_that_is_asked_to_end_saves_first_and_goes_on_later_as_if_it_had_n
         folder.mkdir()
     how = ("--updates", 12, "--save-steps", 1000, "--seconds", 0.2, *flags)
     assert run_job(whole, ELASTIC, whole, *how).exit_code == 0
-    launcher = start_job(ended, ELASTIC, ended, *how, stdout=subprocess.DEVNULL)
+    with open(tmp_path / "output", "w") as output:
+        launcher = start_job(ended, ELASTIC, ended, *how, stdout=output)
     wait_for(lambda: updates(ended) >= 3, "three updates")
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(TIMEOUT_SECONDS) == 143
     assert_nothing_is_left(ended / "logs", soon=True)
     [checkpoint] = ended.glob("checkpoint-*")
     saved = int(checkpoint.name.partition("-")[2])
+    said = (
+        f"wrote {checkpoint}, as the launcher asked; to resume from there add --resume to a recipe's command, or call "
+    )
+    assert said in (tmp_path / "output").read_text()
     # The job saves after the next update or the one after it, so that less than a second of training is lost.
     assert 3 <= saved <= updates(ended) <= saved + 3
     job = run_job(ended, resume_script(ended, saved), ended, *how)

@@ -13,17 +13,18 @@ from tokenizers.processors import TemplateProcessing
 
 import mindnlp_dp as dp
 from mindnlp_dp.finetuning.settings import InputError, parse_config
+from mindnlp_dp.finetuning.tokenizers import encoded_text
 from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.config import LanguageModelingConfig
-from mindnlp_dp.language_modeling.conversations import Message, read_conversations, topics_of_python
+from mindnlp_dp.language_modeling.conversations import Conversation, Message, read_conversations, topics_of_python
 from mindnlp_dp.language_modeling.rows import Collator, TokenRows, pack
-from mindnlp_dp.language_modeling.task import build_model, prepare_task
-from mindnlp_dp.language_modeling.tokenization import encode, encoded_text, train_tokenizer
+from mindnlp_dp.language_modeling.task import build_model, prepare_task, read_splits
+from mindnlp_dp.language_modeling.tokenization import encode, encode_document, train_tokenizer
 
-CHAT = (
+CHAT = Conversation((
     Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4"),
     Message("user", "And 3 + 3?"), Message("assistant", "6"),
-)  # fmt: skip
+))  # fmt: skip
 needs_0_4 = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
 
 
@@ -40,19 +41,40 @@ def test_conversations_are_read_in_both_forms(tmp_path):
     ]  # fmt: skip
 
 
+def said(content, role="assistant", **more):
+    return {"role": role, "content": content, **more}
+
+
+def call(name, arguments):
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{", "line 2: not JSON"),
-        ({"prompt": "a"}, "line 2: expected prompt and completion, two texts, or messages; got"),
+        ("{", "line 2: Expecting property name .*; expected one JSON object per line"),
+        (
+            {"prompt": "a"},
+            "line 2: expected prompt and completion, messages, instruction and output, conversations, or text; got",
+        ),
         ({"prompt": "a", "completion": ""}, "line 2: expected prompt and completion"),
         ({"prompt": 1, "completion": "b"}, "line 2: expected prompt and completion"),
-        ([1], "line 2: expected prompt"),
+        ([1], r"line 2: expected a JSON object, got \[1\]"),
         ({"messages": []}, "line 2: messages must be a list of messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the last message must be the assistant's"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "line 2: a role is one of system, user, assistant"),
-        ('{"prompt": "\\ud83d", "completion": "b"}', "line 2: not JSON: 'utf-8' codec can't encode"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "line 2: a role is one of system, user, assistant, tool"),
+        ('{"prompt": "\\ud83d", "completion": "b"}', "line 2: .ud83d is half of a character; remove it"),
         ({"messages": [{"role": "user"}]}, "line 2: a message has role and content"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "line 2: content must be a text, or null beside tool"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "line 2: content must be a text, or null beside"),
+        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "line 2: weight is 0 or 1, and 1 for the as"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "line 2: weight is 0 or 1"),
+        ({"messages": [{"role": "user", "content": "a", "loss": 1}]}, "line 2: a message has the key 'loss'; known"),
+        ({"messages": [said("a", tool_calls=[{"function": "f"}])]}, "line 2: a call in tool_calls has a function"),
+        ({"messages": [said("a", tool_calls="f()")]}, 'line 2: tool_calls must be a list of calls; got "f'),
+        ({"messages": [said("a", tool_calls=[call("f", "x=1")])]}, 'line 2: arguments must be an object; got "x=1"'),
+        ({"messages": [said("a")], "tools": {"name": "f"}}, "line 2: tools must be a list of functions; got"),
+        ({"messages": [said("a")], "mask_history": "yes"}, 'line 2: mask_history must be true or false, got "yes"'),
     ],
 )
 def test_wrong_lines_are_named(tmp_path, row, message):
@@ -65,10 +87,101 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         read_conversations(str(tmp_path / "nowhere.jsonl"))
     (tmp_path / "latin.jsonl").write_bytes("é".encode("latin-1"))
-    with pytest.raises(InputError, match="cannot be read as UTF-8"):
+    with pytest.raises(InputError, match="latin.jsonl, line 1: not UTF-8; as "):
         read_conversations(str(tmp_path / "latin.jsonl"))
     with pytest.raises(InputError, match="has no lines"):
         read_conversations(write_lines(tmp_path / "empty.jsonl", [""]))
+
+
+ALPACA = {"instruction": "Add", "input": "2 + 2", "output": "4", "system": "Be brief.", "history": [["1 + 1", "2"]]}
+SHAREGPT = {
+    "system": "Be brief.",
+    "conversations": [
+        {"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"},
+        {"from": "human", "value": "Add\n2 + 2"}, {"from": "gpt", "value": "4"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.core
+def test_alpaca_sharegpt_and_messages_are_the_same_conversation(tmp_path):
+    roles = "system user assistant user assistant".split()
+    contents = ["Be brief.", "1 + 1", "2", "Add\n2 + 2", "4"]
+    messages = {"messages": [{"role": role, "content": content} for role, content in zip(roles, contents)]}
+    rows = [ALPACA, SHAREGPT, messages]
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
+    from datasets import Dataset
+
+    Dataset.from_list([SHAREGPT]).to_parquet(str(tmp_path / "a.parquet"))
+    found = [
+        *read_conversations(write_lines(tmp_path / "a.jsonl", rows)), *read_conversations(str(tmp_path / "list.json")),
+        *read_conversations(str(tmp_path / "a.parquet")),
+    ]  # fmt: skip
+    assert len(found) == 7
+    assert all(each == found[0] and not each.ignored for each in found)
+    assert [message.content for message in found[0]] == contents
+    assert [message.role for message in found[0]] == roles
+    (tmp_path / "a.csv").write_text("instruction,input,output\nAdd,2 + 2,4\nStop,,now\n")
+    assert [each[0].content for each in read_conversations(str(tmp_path / "a.csv"))] == ["Add\n2 + 2", "Stop"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**ALPACA, "output": ""}, "line 1: expected instruction, input and output, three texts; got"),
+        ({**ALPACA, "input": 3}, "line 1: expected instruction, input and output, three texts; got"),
+        ({**ALPACA, "history": [["a"]]}, "line 1: history must be a list of pairs"),
+        ({**ALPACA, "system": 3}, "line 1: system must be a text, got 3"),
+        ({"conversations": []}, "line 1: conversations must be a list of messages"),
+        ({"conversations": [{"from": "bot", "value": "a"}]}, "line 1: a role is one of .*; got 'bot'"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "line 1: the last message must be the assistant's"),
+        ({"text": " "}, "line 1: expected prompt and completion, messages, .*, or text; got"),
+    ],
+)
+def test_wrong_rows_of_other_forms_are_named(tmp_path, row, message):
+    with pytest.raises(InputError, match=message):
+        read_conversations(write_lines(tmp_path / "a.jsonl", [row]))
+
+
+def test_every_token_of_a_long_text_is_predicted_once(tmp_path):
+    text = "a long text about nothing, " * 9
+    [document] = read_conversations(write_lines(tmp_path / "a.jsonl", [{"text": text}]))
+    assert document.is_document
+    tokenizer = train_tokenizer([text] * 3, 270)
+    whole, _, _ = encode(document, templates.plain, tokenizer, 2, 10**6)
+    rows = encode_document(document, tokenizer, 2, 16)
+    assert len(rows) > 3
+    assert max(len(ids) for ids, _, _ in rows) == 16
+    assert [token for _, labels, _ in rows for token in labels if token >= 0] == whole[1:].tolist()
+    for ids, labels, truncated in rows:
+        assert labels[0] == -100
+        assert (labels[1:] == ids[1:]).all()
+        assert not truncated
+    [(ids, labels, _)] = encode_document(document, tokenizer, 2, len(whole))
+    assert ids.tolist() == whole.tolist()
+    assert labels[1:].tolist() == whole[1:].tolist()
+
+
+def test_several_files_with_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        write_lines(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}", "completion": "x"} for n in range(10)])
+
+    def prompts(**settings):
+        splits = read_splits(LanguageModelingConfig(**settings))
+        return [[each[0].content for each in split] for split in (splits.train, splits.test)]
+
+    train, test = prompts(train_file="a.jsonl:0.5,b.jsonl:2", test_file="a.jsonl")
+    assert len({each for each in train if each[0] == "a"}) == len([each for each in train if each[0] == "a"]) == 5
+    assert sorted(each for each in train if each[0] == "b") == sorted([f"b{n}" for n in range(10)] * 2)
+    assert len(test) == 10
+    train, test = prompts(train_file="a.jsonl:3,b.jsonl", test_fraction=0.2)
+    assert not set(train) & set(test)
+    assert (len(train), len(test)) == (32, 4)
+    assert len(prompts(train_file="a.jsonl", test_file="b.jsonl", max_train_samples=3)[0]) == 3
+    for wrong in ("a.jsonl:0,b.jsonl", "a.jsonl:-1", "a.jsonl:nan"):
+        with pytest.raises(InputError, match="the weight of a file is above 0 and at most 100"):
+            prompts(train_file=wrong, test_file="b.jsonl")
 
 
 def test_templates_count_what_the_assistant_says():
@@ -89,7 +202,7 @@ def test_templates_count_what_the_assistant_says():
     class Tokenizer:
         chat_template = "its own"
 
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+        def apply_chat_template(self, messages, tokenize, tools=None, add_generation_prompt=False):
             said = "".join(f"[{message['role'][0]}] {message['content']};" for message in messages)
             return said + "[a] " * add_generation_prompt
 
@@ -118,7 +231,7 @@ def test_labels_are_the_completions_tokens(name):
 
 def test_tokens_that_a_tokenizer_adds():
     tokenizer = train_tokenizer(["2 + 2? 4"] * 3, 270)
-    conversation = (Message("user", "2 + 2?"), Message("assistant", " 4"))
+    conversation = Conversation((Message("user", "2 + 2?"), Message("assistant", " 4")))
     plain, labels, _ = encode(conversation, templates.plain, tokenizer, 2, 500)
     tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     ids, with_labels, _ = encode(conversation, templates.plain, tokenizer, 2, 500)
@@ -135,7 +248,9 @@ def test_tokens_that_a_tokenizer_adds():
 
 def test_a_completion_that_begins_the_text_has_no_label_there():
     tokenizer = train_tokenizer(["abc"] * 3, 270)
-    ids, labels, _ = encode((Message("user", ""), Message("assistant", "abc")), templates.plain, tokenizer, 2, 9)
+    ids, labels, _ = encode(
+        Conversation([Message("user", ""), Message("assistant", "abc")]), templates.plain, tokenizer, 2, 9
+    )
     assert labels[0] == -100
     assert labels[1:].tolist() == ids[1:].tolist()
 
@@ -213,6 +328,7 @@ def test_the_manuals_topics():
         (["--lora-rank", "2"], "lora_rank is for a trained model"),
         (["--fused-cross-entropy", "yes"], "fused_cross_entropy must be auto, true or false"),
         (["--lora-rank", "-1"], "lora_rank must be at least 0"),
+        (["--model", "x", "--use-dora"], "use_rslora and use_dora change LoRA's adapters, and lora_rank is 0"),
         (["--lora-dropout", "1"], "lora_dropout must be from 0 to 1"),
         (["--mesh", "tp=2", "--zero-stage", "3"], "zero_stage must be one of"),
     ],
@@ -265,8 +381,6 @@ def test_a_whole_job_and_lora_from_its_model(tmp_path, monkeypatch, capsys):
         "--template",
         "chatml",
     )
-    with pytest.raises(SystemExit, match="has adapters, and no model"):
-        run("--model", tmp_path / "lora" / "model")
     saved = tmp_path / "lora" / "model"
     assert (saved / "adapter_model.ckpt").is_file()
     # The file that PEFT on PyTorch reads.

@@ -291,6 +291,12 @@ def test_python_m_is_the_command():
     assert "usage: mindnlp-dp" in done.stdout
 
 
+def test_the_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"mindnlp-dp {mindnlp_dp.__version__}\n"
+
+
 NPUS, NO_NPUS = {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}, {"ASCEND_RT_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "0,1"}
 
 

@@ -6,6 +6,7 @@ scripts/test.sh installs that package without its dependencies; where it is not 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -40,14 +41,14 @@ def test_the_weights_are_really_those_of_the_file(folder):
     from safetensors.numpy import load_file
 
     weights = load_file(str(Path(folder) / "model.safetensors"))
-    model = load_classifier(folder, num_labels=4, max_length=32)
+    model = load_classifier(folder, "abcd", max_length=32)[0]
     loaded = dict(model.named_parameters())
     name = "encoder.layer.3.attention.self.query.weight"
     np.testing.assert_array_equal(loaded[f"bert.{name}"].asnumpy(), weights[name])
     assert loaded["classifier.weight"].shape[0] == 4
     assert sum(p.size for p in loaded.values()) > 22_000_000
     with pytest.raises(InputError, match=r"max_length \(600\) is more than the 512 tokens"):
-        load_classifier(folder, num_labels=4, max_length=600)
+        load_classifier(folder, "abcd", max_length=600)
 
 
 def test_it_trains_and_is_saved_with_its_tokenizer(folder, tmp_path):
@@ -75,4 +76,48 @@ def test_a_folder_that_is_no_model_gives_one_sentence(tmp_path):
     with pytest.raises(InputError, match="^the tokenizer .* cannot be loaded: .*; without a network pass a folder"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(InputError, match="^the model .* cannot be loaded: .*; without a network pass a folder"):
-        load_classifier(str(tmp_path), 2, 8)
+        load_classifier(str(tmp_path), "ab", 8)
+
+
+def tiny_classifier(folder, label_names, kind="roberta"):
+    """Save a classifier with weights that no initialization makes, and return them."""
+    from tiny_transformers import build
+
+    model = build(kind, num_labels=len(label_names))
+    model.config.id2label = dict(enumerate(label_names))
+    model.config.label2id = {name: number for number, name in enumerate(label_names)}
+    for _, parameter in model.named_parameters():
+        parameter.assign_value(parameter + 3)
+    model.save_pretrained(str(folder))
+    return {name: parameter.asnumpy() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["roberta", "bert"])
+@pytest.mark.parametrize(
+    ("labels", "is_new"),
+    [("ab", False), ("ba", True), ("xy", True), ("abc", True)],
+    ids=["same", "order", "other", "more"],
+)
+def test_a_model_for_other_labels_gets_a_new_head(tmp_path, labels, is_new, kind):
+    dp.init_process_group()
+    saved = tiny_classifier(tmp_path, "ab", kind)
+    model, found = load_classifier(str(tmp_path), labels, 8)
+    assert found == is_new
+    for name, parameter in model.named_parameters():
+        is_head = name.startswith("classifier")
+        same = saved[name].shape == tuple(parameter.shape) and np.array_equal(saved[name], parameter.asnumpy())
+        assert same != (is_head and is_new), name
+        if is_head and is_new:
+            assert np.abs(parameter.asnumpy()).max() < 1
+
+
+def test_sizes_that_do_not_fit_are_named(tmp_path):
+    dp.init_process_group()
+    tiny_classifier(tmp_path, "ab")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 7}))
+    with pytest.raises(
+        InputError, match=r"word_embeddings.weight has the sizes \(\d+, \d+\), and config.json says \(7, "
+    ):
+        load_classifier(str(tmp_path), "ab", 8)

@@ -3,20 +3,27 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mindnlp_dp.finetuning.arguments import chosen, held_out
+from mindnlp_dp.finetuning.progress import log_line
 from mindnlp_dp.finetuning.settings import InputError, parse_config
+from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.config import FinetuneConfig
 from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples
 from mindnlp_dp.text_classification.hub import load_examples
+from mindnlp_dp.text_classification.predictions import write_predictions
+from mindnlp_dp.text_classification.recorder import class_scores
 from mindnlp_dp.text_classification.results import summary, write_results
-from mindnlp_dp.text_classification.task import prepare_task
+from mindnlp_dp.text_classification.task import prepare_task, read_splits
 from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
+from mindnlp_dp.text_classification.trainer import trimmed
 
 
 def write(path, text):
@@ -68,17 +75,85 @@ def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
         ("a.csv", "", "a.csv, line 1: the header is missing"),
         ("a.csv", "topic,label\na,b\n", "no text column; expected one named text or text_a or sentence, found topic"),
         ("a.csv", "text,topic\na,b\n", "no label column; .* found text, topic; name it with --label-column"),
-        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl, line 2: .* expected one JSON object a line"),
-        ("a.jsonl", '["a", 1]\n', r"a.jsonl, line 1: expected a JSON object, got \["),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl, line 2: .* expected one JSON object per line"),
+        ("a.jsonl", '["a", 1]\n', 'a.jsonl, line 1: expected a JSON object, got "a"'),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', "a.jsonl, line 2: the label is empty"),
         ("a.csv", 'text,label\na,"b\n', "a.csv, line 2: unexpected end of data"),
-        ("a.csv", b"text,label\n\xff,x\n", "a.csv: not UTF-8 at byte 11"),
+        ("a.csv", b"text,label\n\xff,x\n", "a.csv, line 2: not UTF-8; as "),
         ("a.txt", "text,label\n", "a.txt: expected a file that ends in .csv, .tsv, .jsonl, .json"),
+        ("a.csv", "text,label,text\na,b,c\n", "a.csv, line 1: two columns have the name 'text'; rename or remove one"),
+        ("a.csv", "label,text,label\na,b,c\n", "a.csv, line 1: two columns have the name 'label'"),
+        ("a.tsv", "Text\ttext\tlabel\na\tb\tc\n", "the text may be in Text or text; name it with --text-column"),
+        ("a.tsv", "text,label\na,b\n", "a.tsv, line 1: there is no tab, but ','; name the file .csv"),
+        ("a.jsonl", '{"text": "a", "text": "b", "label": 1}', "line 1: the key 'text' occurs twice"),
+        ("a.jsonl", '{"text": "a", "label": [0, 1]}', r"line 1: the label must be one text or number, got \[0, 1\]"),
+        ("a.jsonl", '{"text": {"en": "a"}, "label": 1}', "line 1: the text must be one text or number, got {"),
+        ("a.jsonl", '{"text": "a", "label": NaN}', "line 1: the label is empty"),
+        ("a.jsonl", '{"text": "a", "label": null}', "line 1: the label is empty"),
+        ("a.jsonl", '{"text": "a", "label": "\u200b"}', "line 1: the label is empty"),
+        ("a.jsonl", '\n{"text": "a \\ud83d b", "label": 0}', r"line 2: .ud83d is half of a character; remove it"),
+        ("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000, "line 1: the JSON has too many levels"),
+        ("a.jsonl", '{"label": ' + "9" * 5000 + "}", "line 1: Exceeds the limit"),
+        ("a.jsonl", '{"text": "a", "label": 1} {}', "line 1: text after the object"),
+        ("a.json", '[\n{"text": "a", "label": 1}\n{"text": "b"}]', "line 3: expected a comma, and another object"),
+        ("a.json", '[\n{"text": "a", "label": 1},\n\n{"text": ]', "a.json, line 4: Expecting value"),
+        ("a.json", '[{"text": "a", "label": 1}', "line 1: expected a comma, and .*, or ] at the end"),
+        ("a.json", '[{"text": "a", "label": 1}] x', "line 1: expected a comma, and .*, or ] at the end"),
+        ("a.json", "[ ]", "a.json: it has no rows"),
+        ("a.json", '{"data":\n [{"text": "a", "label": 1}]}', "line 1: .* one JSON object per line, or a list"),
+        ("a.parquet", "text,label\n", "a.parquet is not a Parquet file"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message):
         read_examples(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "utf-16-le", "big5", "cp1252"])
+@pytest.mark.parametrize("name", ["train data.csv", "a.jsonl"])
+def test_the_command_for_another_encoding_converts_the_file(tmp_path, encoding, name):
+    texts = (
+        ["Grüße", "größer"] if encoding == "cp1252" else ["今天天氣好" if encoding == "big5" else "今天天气好", "坏"]
+    )
+    rows = [f"{text},{label}" for text, label in zip(texts, "ab")]
+    if name.endswith("jsonl"):
+        rows = [json.dumps({"text": text, "label": label}, ensure_ascii=False) for text, label in zip(texts, "ab")]
+    else:
+        rows.insert(0, "text,label")
+    path = write(tmp_path / name, "\n".join([*rows, ""]).encode(encoding))
+    with pytest.raises(InputError, match="line .: not UTF-8; as .* it reads ") as error:
+        read_examples(path)
+    assert encoding == "utf-16-le" or texts[0] in str(error.value)
+    subprocess.run(str(error.value).partition("convert it: ")[2], shell=True, check=True)
+    assert read_examples(str(tmp_path / name.replace(".", ".utf8."))) == Examples(texts, ["a", "b"])
+
+
+def test_forms_of_files_that_are_read(tmp_path):
+    expected = Examples(["one, two", "three"], ["x", "y"])
+    rows = [{"text": "one, two", "label": "x"}, {"text": "three", "label": "y"}]
+    from datasets import Dataset
+
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    files = {
+        "semicolons.csv": "text;label\r\none, two;x\r\nthree;y\r\n",
+        "utf16.tsv": "text\tlabel\none, two\tx\nthree\ty\n".encode("utf-16"),
+        "utf16.json": json.dumps(rows).encode("utf-16"),
+        "unnamed.csv": ',text,label,\n0,"one, two",x,\n1,three,y,\n',
+        "list.json": json.dumps(rows),
+        "pretty.json": "\n" + json.dumps(rows, indent=2) + "\n",
+        "lines.json": "\n".join(map(json.dumps, rows)),
+    }
+    for name, content in files.items():
+        assert read_examples(write(tmp_path / name, content)) == expected, name
+    assert read_examples(str(tmp_path / "a.parquet")) == expected
+
+
+def test_labels_that_are_equal_are_one_class(tmp_path):
+    labels = [1, 1.0, "1", "caf\u00e9", "cafe\u0301", "caf\u00e9\u200b "]
+    lines = "".join(json.dumps({"text": "a", "Text": "b", "label": label}) + "\n" for label in labels)
+    path = write(tmp_path / "a.jsonl", lines)
+    assert read_examples(path, Columns("text")).labels == ["1"] * 3 + ["caf\u00e9"] * 3
+    assert set(read_examples(path, Columns("Text")).texts) == {"b"}
 
 
 def test_json_lines_and_columns_by_name(tmp_path):
@@ -103,6 +178,24 @@ def test_a_saved_data_set_with_named_labels(tmp_path):
     assert load_examples(folder, "validation") == Examples(["poor", "fine"], ["bad", "good"])
     with pytest.raises(InputError, match="has no split test; it has train, validation"):
         load_examples(folder, "test")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, None], "row.*the label is empty"),
+        ([0, -1], "the label is empty"),
+        ([[0], [1]], "must be one text or number"),
+    ],
+)
+def test_wrong_labels_of_a_data_set(tmp_path, labels, message):
+    from datasets import ClassLabel, Dataset, Features, Sequence, Value
+
+    names = ClassLabel(names=["bad", "good"])
+    features = Features({"text": Value("string"), "label": Sequence(names) if labels[0] == [0] else names})
+    Dataset.from_dict({"text": ["a", "b"], "label": labels}, features=features).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(InputError, match=message.replace("row.*", "line 2: ")):
+        load_examples(str(tmp_path / "saved"), "train")
 
 
 def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):
@@ -182,7 +275,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("epochs: 3\n", "unknown key 'epochs'; known are async_save, bucket_cap_mb, check_plan"),
+        ("epochs: 3\n", "unknown key 'epochs'; known are async_save, bucket_cap_mb, check, check_plan"),
         ("num_epochs: many\n", "num_epochs must be a float, got 'many'"),
         ("seed: true\n", "seed must be a int, got True"),
         ("- a\n", "expected lines of the form `key: value`"),
@@ -191,13 +284,32 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         ("num_epochs: 0\n", "max_steps or num_epochs must be positive"),
         ("global_batch_size: 0\n", "global_batch_size must be at least 1, got 0"),
         ("output_dir: ''\n", "output_dir must name a folder, got ''"),
-        ("train_file: a.csv\n", "--train-file and --test-file must be given together"),
+        ("train_file: a.csv\n", "must be given together"),
         ("train_file: a.csv\ntest_file: b.csv\ndataset: c\n", "are two sources of data; choose one"),
     ],
 )
 def test_what_is_wrong_with_a_config_is_said(tmp_path, content, message):
     with pytest.raises(InputError, match=message):
         parse_config(FinetuneConfig, ["--config", write(tmp_path / "c.yaml", content)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "expected"),
+    [
+        (FinetuneConfig, "", 2e-3),
+        (FinetuneConfig, "--hidden-size 1024 --num-heads 16", 2.5e-4),
+        (FinetuneConfig, "--model roberta-large", 5e-5),
+        (FinetuneConfig, "--model roberta-large --learning-rate 1e-5", 1e-5),
+        (FinetuneConfig, "--model roberta-large --learning-rate 0", 5e-5),
+        (LanguageModelingConfig, "", 3e-3),
+        (LanguageModelingConfig, "--model a/folder", 2e-5),
+        (LanguageModelingConfig, "--model a/folder --lora-rank 8", 2e-4),
+    ],
+)
+def test_the_learning_rate_follows_the_model(kind, flags, expected):
+    assert parse_config(kind, flags.split()).learning_rate == expected
+    with pytest.raises(InputError, match="learning_rate must be positive, or 0 for the usual one, got -1.0"):
+        parse_config(kind, [*flags.split(), "--learning-rate=-1"])
 
 
 def test_every_shipped_config_is_valid(pytestconfig):
@@ -231,10 +343,12 @@ def test_summary(tmp_path):
     report = {
         "world_size": 2, "backend": "mpi", "train_samples_per_second": 800.4, "steps": 20, "global_batch_size": 8,
         "train_seconds": 1.0, "gradient_sync_share": 0.031, "peak_memory_bytes": 3 << 29,
-        "eval_accuracy": 0.5, "eval_loss": 1.5, "eval_samples": 9,
+        "eval_accuracy": 0.5, "eval_macro_f1": 0.4, "eval_loss": 1.5, "eval_samples": 9,
         "num_labels": 3, "replicas_in_sync": True, "replica_digest": "0123456789abcdef",
+        "config": {"learning_rate": 5e-5},
     }  # fmt: skip
     text = summary(json.loads(json.dumps(report)), tmp_path)
+    assert "learning rate     5e-05 at its peak" in text
     assert "gradient sync     3.1 % of the training time" in text
     assert "peak memory       1.50 GiB on the rank that needs most" in text
     assert "replicas in sync  yes, digest 0123456789abcdef" in text
@@ -249,3 +363,88 @@ def test_without_matplotlib_everything_else_is_written(tmp_path, monkeypatch, ca
 
 def test_every_setting_has_a_help_text():
     assert all(setting.metadata["help"] for setting in dataclasses.fields(FinetuneConfig))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lr-scheduler cosin", "lr_scheduler must be one of linear, cosine, "),
+        ("--save-best f1", "save_best must be one of nothing, loss, accuracy, macro_f1, got 'f1'"),
+        ("--save-best loss --save-steps 10", r"save_steps \(10\) must be a multiple of eval_steps"),
+        ("--early-stopping 2 --save-steps 10 --eval-steps 4", r"save_steps \(10\) must be a multiple of eval_steps"),
+        ("--early-stopping=-1", "early_stopping must be at least 0, got -1"),
+        ("--class-weights rare", "class_weights must be balanced or empty, got 'rare'"),
+        ("--class-weights balanced --label-smoothing 0.1", "are two losses; choose one"),
+        ("--label-smoothing 1", "label_smoothing must be from 0 to 1, got 1.0"),
+        ("--class-weights balanced --mesh pp=2", r"a pipeline \(pp\) computes the model's own loss"),
+        ("--train-file a --test-fraction 1", "test_fraction must be from 0 to 1, got 1.0"),
+        ("--train-file a --test-file b --test-fraction 0.1", "two held-out splits; choose one"),
+        (
+            "--test-fraction 0.1 --test-file b",
+            "--train-file and --test-file .or --test-fraction. must be given together",
+        ),
+        ("--max-train-samples=-1", "max_train_samples must be at least 0, got -1"),
+        ("--lora-rank 4", "lora_rank is for a pretrained model; pass --model FOLDER"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors(flags, message):
+    with pytest.raises(InputError, match=message):
+        parse_config(FinetuneConfig, flags.split())
+
+
+def test_scores_of_classes_in_closed_form():
+    """The class c is neither a label nor predicted; d is predicted only."""
+    predictions = np.eye(4)[[0, 0, 1, 3, 1]]
+    scores = class_scores(predictions, np.array([0, 0, 0, 1, 1]), "abcd")
+    assert scores == [
+        {"label": "a", "precision": 1.0, "recall": 2 / 3, "f1": 0.8, "samples": 3},
+        {"label": "b", "precision": 0.5, "recall": 0.5, "f1": 0.5, "samples": 2},
+        {"label": "d", "precision": 0.0, "recall": 0.0, "f1": 0.0, "samples": 0},
+    ]
+
+
+def test_samples_are_chosen_by_the_seed_and_held_out_by_label():
+    assert chosen(100, 10, 1).tolist() == sorted(set(chosen(100, 10, 1).tolist())) != chosen(100, 10, 2).tolist()
+    labels = np.repeat(["a", "b", "c"], [50, 10, 1])
+    is_held_out = held_out(labels, 0.2, 3)
+    assert [int(is_held_out[labels == label].sum()) for label in "abc"] == [10, 2, 0]
+    with pytest.raises(InputError, match="no sample is held out"):
+        held_out(np.array(["a", "b"]), 0.2, 3)
+
+
+def test_a_file_without_a_test_file_is_split(tmp_path):
+    rows = [f"text {number},{'ab'[number % 2]}" for number in range(40)]
+    path = write(tmp_path / "a.csv", "\n".join(["text,label", *rows, ""]))
+    splits = read_splits(FinetuneConfig(train_file=path, test_fraction=0.25, max_train_samples=7))
+    assert (len(splits.train), len(splits.test)) == (7, 10)
+    assert not set(splits.train.texts) & set(splits.test.texts)
+    assert splits.labels[1].tolist().count(0) == 5
+
+
+def test_predictions_are_written_in_the_order_of_the_file(tmp_path):
+    write_predictions(tmp_path, ["one, two", "three"], np.log([[0.2, 0.8], [0.5, 0.5]]), ["x", "y"])
+    expected = 'text,label,probability\r\n"one, two",y,0.800000\r\nthree,x,0.500000\r\n'
+    assert (tmp_path / "predictions.csv").read_bytes().decode() == expected
+
+
+def test_rows_are_cut_to_the_longest_of_a_micro_batch():
+    rows = [{"input_ids": np.array([0, 0, 5, 6, 0]), "attention_mask": np.array(mask), "labels": 1} for mask in (
+        [0, 0, 1, 1, 0], [0, 1, 1, 0, 0])]  # fmt: skip
+    batch = trimmed(rows)
+    assert batch["input_ids"].tolist() == [[0, 5, 6]] * 2
+    assert batch["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 0]]
+    assert batch["labels"].tolist() == [1, 1]
+
+
+def test_log_lines():
+    row = {"loss": 0.51234, "grad_norm": 1, "learning_rate": 2e-3, "epoch": 0.5, "samples_per_second": 431.4}
+    line = "update   7/100  epoch   0.50  loss   0.5123  norm    1.000  rate 2.00e-03      431 samples/s"
+    assert log_line(row, 7, 100) == line
+    evaluation = {
+        "eval_loss": 0.5,
+        "eval_macro_f1": 0.25,
+        "eval_runtime": 3.0,
+        "epoch": 1.0,
+    }
+    assert log_line(evaluation, 7, 100) == "update   7/100  epoch   1.00  eval  loss 0.5000  macro f1 0.2500"
+    assert log_line({"train_runtime": 1.0}, 7, 100) is None

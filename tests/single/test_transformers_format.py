@@ -7,17 +7,23 @@ transformers and peft of each; without them, these tests make the environments .
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import chat_models
 import numpy as np
 import pytest
+import tokenizer_kinds
 from library import is_0_5
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.directory import checkpoints_in
+from mindnlp_dp.commands.main import main
+from mindnlp_dp.finetuning.saved_model import load_causal_lm
+from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
 from models import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 writes these files itself")]
@@ -121,3 +127,111 @@ def test_adapters_open_in_peft(tmp_path, torch_python):
     rows = Rows(kind).batch["input_ids"]
     found = logits_by_torch(torch_python, tmp_path / "base", rows, tmp_path, adapters=checkpoint)
     np.testing.assert_allclose(found, logits_by_mindnlp(trainer.model, rows), atol=1e-4)
+
+
+# What the other Python runs: the tokens of texts, by AutoTokenizer and by the library tokenizers; and, with a folder to
+# write, the tokenizer as this version of Transformers saves it.
+TOKENS_BY_TRANSFORMERS = """
+import json, sys
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+folder, texts, output, saved = sys.argv[1:]
+tokenizer, texts = AutoTokenizer.from_pretrained(folder), json.load(open(texts))
+raw = Tokenizer.from_file(folder + "/tokenizer.json")
+raw.no_padding()
+json.dump(
+    {
+        "ids": [tokenizer(text, truncation=True)["input_ids"] for text in texts],
+        "raw": [raw.encode(text).ids for text in texts],
+        "length": tokenizer.model_max_length, "names": list(tokenizer("a")), "template": tokenizer.chat_template,
+    },
+    open(output, "w"),
+)
+if saved:
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(saved)
+"""
+
+
+def tokens_by_transformers(python, folder, tmp_path, saved=""):
+    (tmp_path / "texts.json").write_text(json.dumps(tokenizer_kinds.texts()))
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, "-c", TOKENS_BY_TRANSFORMERS, str(folder), "texts.json", "ids.json", str(saved)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / "ids.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["classifier", "classifier in lower case", "language model"])
+def test_a_trained_tokenizer_is_the_same_in_transformers(tmp_path, torch_python, kind):
+    trained, max_length = tokenizer_kinds.save_trained(kind, tmp_path / "model")
+    model_type = "llama" if "language" in kind else "roberta"
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": model_type}))
+    found = tokens_by_transformers(torch_python, tmp_path / "model", tmp_path)
+    assert found["ids"] == [tokenizer_kinds.without_padding(trained.encode(text)) for text in tokenizer_kinds.texts()]
+    assert found["raw"] == found["ids"]
+    assert found["length"] == max_length
+    assert found["names"] == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize("kind", tokenizer_kinds.PRETRAINED)
+def test_a_pretrained_tokenizer_is_the_same_in_transformers_and_back(tmp_path, torch_python, kind, request):
+    if "newest" in request.node.callspec.id and kind != "byte-level":
+        pytest.skip("Transformers 5 gives a model's class the steps of published tokenizers, and these are made up")
+    tokenizer = tokenizer_kinds.pretrained(kind)
+    tokenizer.save_pretrained(str(tmp_path / "model"))
+    found = tokens_by_transformers(torch_python, tmp_path / "model", tmp_path, saved=tmp_path / "saved")
+    expected = [tokenizer(text)["input_ids"] for text in tokenizer_kinds.texts()]
+    assert found["ids"] == expected
+    back, _ = pretrained_tokenizer(str(tmp_path / "saved"))
+    assert [back(text)["input_ids"] for text in tokenizer_kinds.texts()] == expected
+    assert back.chat_template == "{{ messages[0]['content'] }}"
+
+
+# What the other Python runs: what a model answers to the first words, by greedy generation as its folder says.
+ANSWERS_BY_TORCH = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, words, output = sys.argv[1:]
+tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+found = []
+for word in words.split():
+    chat = [{"role": "user", "content": "say " + word}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    asked = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    answer = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1]:]
+    found.append(tokenizer.decode(answer).strip())
+json.dump(found, open(output, "w"))
+"""
+
+
+@pytest.mark.parametrize("kind", chat_models.CASES)
+def test_an_answer_ends_where_it_should_in_transformers(monkeypatch, tmp_path, torch_python, kind):
+    _, end = chat_models.train(monkeypatch, tmp_path, kind)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = " ".join(chat_models.WORDS[:3])
+    command = [torch_python, "-c", ANSWERS_BY_TORCH, str(tmp_path / "out/model"), words, "answers.json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "answers.json").read_text()) == [f"{word} it is{end}" for word in words.split()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("qwen base", []), ("qwen base", ["--use-rslora"]), ("qwen base", ["--use-dora"]), ("gpt2", ["--use-dora"])],
+    ids=str,
+)
+def test_adapters_and_the_model_that_they_are_merged_into_open_with_one_result(
+    monkeypatch, tmp_path, torch_python, kind, flags
+):
+    folder = chat_models.train_adapters(monkeypatch, tmp_path, kind, *flags, "--max-steps", 20)
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "merged"), "--merge-lora"]) == 0
+    rows = np.arange(4, 24).reshape(2, 10)
+    expected = logits_by_mindnlp(load_causal_lm(str(folder)), rows)
+    found = logits_by_torch(torch_python, tmp_path / "merged", rows, tmp_path)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    found = logits_by_torch(torch_python, tmp_path / "base", rows, tmp_path, adapters=folder)
+    np.testing.assert_allclose(found, expected, atol=1e-4)

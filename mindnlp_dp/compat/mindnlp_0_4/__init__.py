@@ -8,4 +8,5 @@ from mindnlp_dp.compat.mindnlp_0_4 import parameters as parameters
 from mindnlp_dp.compat.mindnlp_0_4 import peft as peft
 from mindnlp_dp.compat.mindnlp_0_4 import start as start
 from mindnlp_dp.compat.mindnlp_0_4 import stock_trainer as stock_trainer
+from mindnlp_dp.compat.mindnlp_0_4 import tokenization as tokenization
 from mindnlp_dp.compat.mindnlp_0_4 import value_and_grad as value_and_grad

@@ -77,7 +77,8 @@ def main() -> None:
     heartbeat.writer.record_end(code, waited=waited)
     if code != 0:
         os._exit(code)
-    if nproc > 1 and not _has_joined():
+    # A script without MindSpore, such as one that checks its arguments, has trained nothing.
+    if nproc > 1 and "mindspore" in sys.modules and not _has_joined():
         _say(
             f"warning: this script never called mindnlp_dp.init_process_group(): {nproc} processes did the same work "
             "independently"

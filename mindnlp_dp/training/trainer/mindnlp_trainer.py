@@ -12,9 +12,12 @@ from mindnlp_dp.runtime.versions import mindnlp_series
 __all__ = [
     "EVAL_STRATEGY",
     "TRAINER_STATE_NAME",
+    "EarlyStoppingCallback",
     "EvalLoopOutput",
     "EvalPrediction",
     "PreTrainedModel",
+    "PrinterCallback",
+    "ProgressCallback",
     "TrainOutput",
     "Trainer",
     "TrainerCallback",
@@ -31,7 +34,7 @@ if mindnlp_series() == "0.5":
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer import TRAINER_STATE_NAME
-    from transformers.trainer_callback import TrainerState
+    from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerState
     from transformers.trainer_utils import (
         EvalLoopOutput,
         EvalPrediction,
@@ -44,7 +47,7 @@ if mindnlp_series() == "0.5":
     EVAL_STRATEGY = "eval_strategy"
 else:
     from mindnlp.engine import Trainer, TrainerCallback, TrainingArguments
-    from mindnlp.engine.callbacks import TrainerState
+    from mindnlp.engine.callbacks import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerState
     from mindnlp.engine.trainer.base import TRAINER_STATE_NAME
     from mindnlp.engine.utils import (
         EvalLoopOutput,

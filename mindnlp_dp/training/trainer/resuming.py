@@ -91,6 +91,12 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
 
     def then() -> None:
         remove_old_checkpoints(folder, args.save_total_limit, keep, trainer.run_id, step=step)
+        if heartbeat.wants_checkpoint():
+            print(
+                f"wrote {path}, as the launcher asked; to resume from there add --resume to a recipe's command, or "
+                "call train(resume_from_checkpoint=True)",
+                flush=True,
+            )
         heartbeat.has_saved(request)
 
     run = None

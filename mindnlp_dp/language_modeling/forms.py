@@ -1,0 +1,68 @@
+"""This module brings rows of other formats (Alpaca, ShareGPT) to a list of messages; conversations.py calls it.
+
+LLaMA-Factory, ms-swift and TRL read these formats, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from mindnlp_dp.finetuning.files import shown
+from mindnlp_dp.finetuning.settings import InputError
+
+KEYS = ("prompt", "completion", "messages", "conversations", "instruction", "input", "output", "system", "history")
+# ShareGPT's names of roles.
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+
+
+def messages_of(row: Mapping[str, Any], where: str) -> Optional[list[Any]]:
+    """Return a row's messages, each with ``role`` and ``content``; None if the row has none of the known forms.
+
+    Raises:
+        InputError: the row has a known form, and its values are wrong.
+    """
+    for key in ("messages", "conversations"):
+        if row.get(key) is not None:
+            given = row[key]
+            if not isinstance(given, list) or not given:
+                raise InputError(f"{where}: {key} must be a list of messages, got {shown(given)}")
+            return [*_system(row, where), *map(_message, given)]
+    if row.get("instruction") is not None:
+        return [*_system(row, where), *_history(row.get("history"), where), *_alpaca(row, where)]
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str) and completion:
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    return None
+
+
+def _message(message: Any) -> Any:
+    """Return a message of ShareGPT with the keys of the others; another one as it is."""
+    if not isinstance(message, Mapping) or "from" not in message or "value" not in message:
+        return message
+    more = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"], **more}
+
+
+def _system(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    text = row.get("system") or ""
+    if not isinstance(text, str):
+        raise InputError(f"{where}: system must be a text, got {shown(text)}")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _alpaca(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    texts = [row.get(key) or "" for key in ("instruction", "input", "output")]
+    if not all(isinstance(text, str) for text in texts) or not texts[2]:
+        raise InputError(f"{where}: expected instruction, input and output, three texts; got {shown(row)}")
+    prompt = "\n".join(filter(None, texts[:2]))
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": texts[2]}]
+
+
+def _history(turns: Any, where: str) -> list[dict[str, str]]:
+    found = []
+    for turn in turns or []:
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise InputError(f"{where}: history must be a list of pairs, a question and an answer; got {shown(turn)}")
+        found += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return found

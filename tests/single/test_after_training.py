@@ -1,0 +1,129 @@
+"""Test what is done with a trained language model: export, generate, and training that continues."""
+
+from __future__ import annotations
+
+import json
+
+import chat_models
+import numpy as np
+import pytest
+from library import is_0_5
+
+from mindnlp_dp.commands.main import main
+from mindnlp_dp.finetuning.saved_model import load_causal_lm
+from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
+
+pytestmark = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
+
+IDS = np.arange(4, 24).reshape(2, 10)
+
+
+def logits(model):
+    from mindspore import Tensor
+
+    model.set_train(False)
+    return model(input_ids=Tensor(IDS)).logits.asnumpy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        pytest.param("qwen base", [], marks=pytest.mark.core),
+        pytest.param("qwen base", ["--use-rslora"], marks=pytest.mark.slow),
+        pytest.param("qwen base", ["--use-dora"], marks=pytest.mark.slow),
+        ("gpt2", ["--use-dora", "--use-rslora"]),
+    ],
+    ids=str,
+)
+def test_merged_adapters_are_one_model_with_the_same_logits(monkeypatch, tmp_path, kind, flags):
+    folder = chat_models.train_adapters(monkeypatch, tmp_path, kind, *flags, "--max-steps", 20)
+    # Adapters that name no folder of their own are found from anywhere.
+    monkeypatch.chdir("/")
+    with_adapters = load_causal_lm(str(folder))
+    expected, untrained = logits(with_adapters), logits(load_causal_lm(str(tmp_path / "base")))
+    assert np.abs(expected - untrained).max() > 0.1
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "merged"), "--merge-lora"]) == 0
+    merged = load_causal_lm(str(tmp_path / "merged"))
+    np.testing.assert_allclose(logits(merged), expected, atol=2e-5)
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert merged.generation_config.eos_token_id == ends
+    saved, given = (pretrained_tokenizer(str(path))[0] for path in (tmp_path / "merged", folder))
+    assert saved.chat_template == given.chat_template
+    assert saved("say red<|im_end|>")["input_ids"] == given("say red<|im_end|>")["input_ids"]
+
+
+@pytest.mark.core
+def test_a_model_answers_and_its_training_continues(monkeypatch, tmp_path, capsys):
+    report, _ = chat_models.train(monkeypatch, tmp_path, "qwen base")
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "out"), "say red"]) == 0
+    assert capsys.readouterr().out.strip() == "red it is"
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "copy")]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "copy"), "say blue", "--temperature", "0.01"]) == 0
+    assert capsys.readouterr().out.strip() == "blue it is"
+    prompt = "<|im_start|>user\nsay red<|im_end|>\n<|im_start|>assistant\n"
+    assert main(["generate", str(tmp_path / "copy"), prompt, "--raw", "--max-new-tokens", "1"]) == 0
+    assert capsys.readouterr().out.strip() == "re"
+    again = chat_models.run(
+        monkeypatch, tmp_path, "--model", tmp_path / "copy", "--template", "chatml", "--max-steps", 1,
+        "--learning-rate", 0,
+    )  # fmt: skip
+    assert again["eval_loss"] == pytest.approx(report["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.core
+def test_adapters_are_trained_further(monkeypatch, tmp_path):
+    folder = chat_models.train_adapters(monkeypatch, tmp_path, "qwen base", "--max-steps", 20)
+    first = json.loads((tmp_path / "out/report.json").read_text())
+    folder.rename(tmp_path / "given")
+    flags = ["--model", tmp_path / "given", "--template", "chatml"]
+    same = chat_models.run(monkeypatch, tmp_path, *flags, "--max-steps", 1, "--learning-rate", 0)
+    assert same["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
+    longer = chat_models.run(monkeypatch, tmp_path, *flags, "--lora-rank", 4, "--max-steps", 20)
+    assert longer["eval_loss"] < first["eval_loss"] - 0.05
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "base")
+    with pytest.raises(SystemExit, match="has adapters of rank 4, which are trained further; leave out --lora-rank"):
+        chat_models.run(monkeypatch, tmp_path, *flags, "--lora-rank", 8)
+
+
+def test_new_tokens_are_not_for_adapters(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit, match=r"has no token <\|im_start\|>, and LoRA does not train the embeddings of new"):
+        chat_models.save_untrained("gpt2", tmp_path / "base")
+        flags = ["--model", tmp_path / "base", "--lora-rank", 4, "--template", "chatml"]
+        chat_models.run(monkeypatch, tmp_path, *flags)
+
+
+def test_what_cannot_be_exported_or_asked(monkeypatch, tmp_path, capsys):
+    chat_models.save_untrained("qwen base", tmp_path / "base")
+
+    def error(*words):
+        assert main([str(word) for word in words]) == 2
+        return capsys.readouterr().err
+
+    assert "nowhere has no model: expected config.json or adapter_config.json" in error("generate", "nowhere", "a")
+    merges = ["export", tmp_path / "base", tmp_path / "new", "--merge-lora"]
+    assert "has no adapters to merge: it is a whole model already; leave out --merge-lora" in error(*merges)
+    assert "exists and is not an empty folder" in error("export", tmp_path / "base", tmp_path / "base")
+    assert "the prompt has 200 tokens; expected at least 1, and less than 128" in error(
+        "generate", tmp_path / "base", "<|im_end|>" * 200, "--raw"
+    )
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(tmp_path / "gone")}
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora/adapter_config.json").write_text(json.dumps(settings))
+    assert "has adapters, which belong to another model: pass --merge-lora" in error(
+        "export", tmp_path / "lora", tmp_path / "new"
+    )
+    with pytest.raises(InputError, match="gone cannot be loaded: .*/lora has adapters for it, and names it in"):
+        load_causal_lm(str(tmp_path / "lora"))
+    (tmp_path / "lora/adapter_config.json").write_text(json.dumps({**settings, "task_type": "SEQ_CLS"}))
+    with pytest.raises(InputError, match="has adapters of the kind LORA for SEQ_CLS; expected LORA for CAUSAL_LM"):
+        load_causal_lm(str(tmp_path / "lora"))
+    (tmp_path / "base/config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
+    with pytest.raises(InputError, match="is a BertForSequenceClassification; expected a causal language model"):
+        load_causal_lm(str(tmp_path / "base"))
+    with pytest.raises(SystemExit):
+        main(["generate", "a", "b", "--temperature", "nan"])
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,44 @@
+"""Test that models stop where their turn ends, after they are trained on chats with the templates of known models."""
+
+from __future__ import annotations
+
+import chat_models
+import numpy as np
+import pytest
+from library import is_0_5
+
+pytestmark = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
+if not is_0_5:
+    from mindspore import Tensor
+
+    from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
+    from mindnlp_dp.runtime.mindnlp_api import transformers_api
+
+
+def answers(folder):
+    """Return what the saved model answers to the first words, with its special tokens."""
+    tokenizer, _ = pretrained_tokenizer(str(folder))
+    model = transformers_api().AutoModelForCausalLM.from_pretrained(str(folder))
+    model.set_train(False)
+    found = []
+    for word in chat_models.WORDS[:3]:
+        text = tokenizer.apply_chat_template(chat_models.chat(word)[:1], tokenize=False, add_generation_prompt=True)
+        ids = np.array([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        output = model.generate(
+            Tensor(ids), attention_mask=Tensor(np.ones_like(ids)), max_new_tokens=16, pad_token_id=0
+        )
+        found.append(tokenizer.decode(output.asnumpy()[0, ids.shape[1] :].tolist()).strip())
+    return found
+
+
+def cases():
+    for kind in chat_models.CASES:
+        mark = pytest.mark.core if kind in ("qwen base", "gemma base", "gpt2") else pytest.mark.slow
+        yield pytest.param(kind, marks=mark)
+
+
+@pytest.mark.parametrize("kind", cases())
+def test_an_answer_ends_where_it_should(monkeypatch, tmp_path, kind):
+    report, end = chat_models.train(monkeypatch, tmp_path, kind)
+    assert [sample["completion"].strip() for sample in report["samples"]] == ["red it is", "blue it is"]
+    assert answers(tmp_path / "out/model") == [f"{word} it is{end}" for word in chat_models.WORDS[:3]]
