@@ -38,5 +38,6 @@ parallel mpi 3 "$most" evaluation orders
 parallel mindspore 2 "$most" equivalence trainer orders
 python tests/models_matrix.py --core
 python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py tests/single/test_recompute.py
+python -m pytest -m core tests/single/test_chats.py tests/single/test_after_training.py tests/single/test_tokenizers.py
 # A job that loses ranks and continues in place.
 python -m pytest tests/failure/test_in_place.py -k "no_update_is_made_twice or become_smaller"

@@ -28,15 +28,12 @@ from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.rows import Collator
 from mindnlp_dp.language_modeling.task import LanguageModelingTask, build_model, prepare_task, save_tokenizer
 from mindnlp_dp.report.runs import RunReport
-from mindnlp_dp.runtime.versions import mindnlp_series
 
 
 def main() -> None:
     """Train as the command line says, and print a summary; errors in the input end with one sentence."""
     try:
         config = parse_config(LanguageModelingConfig, description=__doc__)
-        if mindnlp_series() != "0.4":
-            raise InputError("scripts/finetune_llm.py is for MindNLP 0.4")
         group, mesh = job.join(config)
         args = training_arguments(
             config, mesh, prediction_loss_only=True, remove_unused_columns=False, group_by_length=config.group_by_length

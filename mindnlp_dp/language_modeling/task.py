@@ -30,7 +30,7 @@ from mindnlp_dp.language_modeling.tokenization import (
     train_tokenizer,
 )
 from mindnlp_dp.runtime.adapters import has_adapters
-from mindnlp_dp.runtime.mindnlp_api import transformers_api
+from mindnlp_dp.runtime.mindnlp_api import peft_api, transformers_api
 
 # Model types with a class for causal language models that is one only if ``is_decoder`` is set.
 ENCODERS = ("bert", "camembert", "electra", "ernie", "roberta", "xlm-roberta")
@@ -219,8 +219,6 @@ def _set_ends(generation: Any, ends: list[int]) -> None:
 
 
 def _with_lora(model: Any, config: LanguageModelingConfig) -> Any:
-    from mindnlp.peft import LoraConfig, get_peft_model
-
     head = model.get_output_embeddings()
     linear = {
         name.rpartition(".")[2]
@@ -231,9 +229,9 @@ def _with_lora(model: Any, config: LanguageModelingConfig) -> Any:
     unknown = [name for name in targets if name not in linear]
     if unknown:
         raise InputError(f"lora_targets names {unknown[0]!r}; the linear layers are {', '.join(sorted(linear))}")
-    return get_peft_model(
+    return peft_api().get_peft_model(
         model,
-        LoraConfig(
+        peft_api().LoraConfig(
             task_type="CAUSAL_LM", r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
             target_modules=targets, fan_in_fan_out=model.config.model_type == "gpt2", use_rslora=config.use_rslora,
             use_dora=config.use_dora,
