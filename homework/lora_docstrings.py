@@ -65,7 +65,7 @@ def main(folder, output_dir="outputs/lora_docstrings", epochs=EPOCHS):
 
     # Adapters start with random numbers: the same on all ranks, for the Trainer sends those of rank 0.
     model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True),
         LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=2 * RANK, target_modules=["q_proj", "v_proj", "o_proj"]),
     )
     args = dp.DataParallelArguments(

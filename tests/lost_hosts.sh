@@ -115,6 +115,6 @@ processes_on "$first" | xargs kill -9
 wait $head || true
 code=0
 wait $other || code=$?
-[ $code -eq 75 ] || { echo "the other launcher ended with $code, not 75"; tail -n 30 "$run"/*.out; exit 1; }
+[ $code -eq 83 ] || { echo "the other launcher ended with $code, not 83"; tail -n 30 "$run"/*.out; exit 1; }
 nothing_left
-echo "  the other host's launcher ended with 75, and its ranks with it"
+echo "  the other host's launcher ended with 83, and its ranks with it"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig
-from mindnlp_dp.runtime.versions import mindnlp_series
+from mindnlp_dp.runtime.mindnlp_api import peft_api
 
 
 def with_lora(model: Any, name: str, config: ParallelConfig, task_type: str) -> Any:
@@ -18,7 +17,7 @@ def with_lora(model: Any, name: str, config: ParallelConfig, task_type: str) -> 
     Raises:
         InputError: the settings name a layer that the model has not.
     """
-    peft = importlib.import_module("peft" if mindnlp_series() == "0.5" else "mindnlp.peft")
+    peft = peft_api()
     head = model.get_output_embeddings()
     is_classifier = task_type == "SEQ_CLS"
     paths = [

@@ -12,7 +12,7 @@ from typing import Any, Optional
 from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.results import MODEL_FOLDER
 from mindnlp_dp.finetuning.settings import InputError
-from mindnlp_dp.runtime.mindnlp_api import transformers_api
+from mindnlp_dp.runtime.mindnlp_api import peft_api, transformers_api
 
 
 def find_model(output_dir: Path) -> Path:
@@ -66,8 +66,6 @@ def load_causal_lm(name: str, base: str = "", *, is_trainable: bool = False, tru
         ) from None
     if adapters is None:
         return model
-    from mindnlp.peft import PeftModel
-
     if (Path(name) / "generation_config.json").is_file():
         model.generation_config = library.GenerationConfig.from_pretrained(name)
-    return PeftModel.from_pretrained(model, name, is_trainable=is_trainable)
+    return peft_api().PeftModel.from_pretrained(model, name, is_trainable=is_trainable)

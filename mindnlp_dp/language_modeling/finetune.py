@@ -35,15 +35,12 @@ from mindnlp_dp.language_modeling.task import (
     save_tokenizer,
 )
 from mindnlp_dp.report.runs import RunReport
-from mindnlp_dp.runtime.versions import mindnlp_series
 
 
 def main() -> None:
     """Train as the command line says, and print a summary; errors in the input end with one sentence."""
     try:
         config = parse_config(LanguageModelingConfig, description=__doc__)
-        if mindnlp_series() != "0.4":
-            raise InputError("scripts/finetune_llm.py is for MindNLP 0.4")
         model = "" if config.model == FROM_SCRATCH else config.model
         splits = check_files(config, model, lambda: read_splits(config))
         # Imported here because it imports MindSpore, which takes seconds: errors in files and flags come before.

@@ -18,3 +18,13 @@ class TemporaryError(LaunchError):
 
 class RendezvousTimeoutError(TemporaryError):
     """Raised when the rendezvous of the job's hosts fails."""
+
+
+class LeaderLostError(RendezvousTimeoutError):
+    """Raised on a host that has joined its job, when the first host is lost and does not return.
+
+    The failure is the first host's, so what restarts hosts need not count this one.
+    """
+
+    # No convention has this code: sysexits.h has 64 to 78, shells, timeout and xargs 120 to 255, pytest 0 to 5.
+    exit_code = 83

@@ -90,7 +90,7 @@ class Updater(abc.ABC):
         """Clip averaged gradients to ``max_norm``, update the weights, and step the scheduler. A collective.
 
         If the gradients are not finite, the weights stay, and the result says so. ``gradients`` are None for a window
-        in which no micro-batch counted: then only the scheduler steps. :meth:`release` comes after the call.
+        in which no micro-batch counted: then only the scheduler steps.
 
         Args:
             span: A function that returns a context for each stage of the update, such as one that measures it.
@@ -116,6 +116,7 @@ class Updater(abc.ABC):
                     self.update(gradients)
                     after_update()
         self.finish()
+        self.release()
         return result
 
     def are_finite(self, gradients: Any) -> bool:
@@ -160,7 +161,7 @@ class Updater(abc.ABC):
         """End an update, made or left out: release its gradients and step the scheduler."""
 
     def release(self) -> None:  # noqa: B027 -- most read nothing that others write to
-        """Let the other ranks write to memory that this rank has read; called after :meth:`step`. A collective."""
+        """Let the other ranks write to memory that this rank has read, after an update. A collective."""
 
     def unshare(self) -> None:  # noqa: B027 -- most update memory that is this rank's alone
         """Move the parameters out of shared memory; the next update, if there is one, moves them back."""

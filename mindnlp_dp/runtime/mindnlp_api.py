@@ -26,3 +26,10 @@ def transformers_api() -> Any:
     """Return the package with models and tokenizers."""
     importlib.import_module("mindnlp")
     return importlib.import_module("transformers" if mindnlp_series() == "0.5" else "mindnlp.transformers")
+
+
+@functools.cache
+def peft_api() -> Any:
+    """Return the package with adapters."""
+    importlib.import_module("mindnlp")
+    return importlib.import_module("peft" if mindnlp_series() == "0.5" else "mindnlp.peft")

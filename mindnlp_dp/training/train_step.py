@@ -96,8 +96,6 @@ class TrainStep:
             )  # fmt: skip
         for loss, weight in losses:
             self.losses.add(loss, weight)
-        with heartbeat.waiting("the update"):
-            self.updater.release()
         sync.repack_if_learned()
         heartbeat.finish_update(step + 1, losses, sync.num_samples)
         return result.norm

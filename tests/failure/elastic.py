@@ -1,7 +1,7 @@
 """Train as an elastic job without dropout, so that any number of ranks trains the same model up to rounding.
 
     mindnlp-dp run --nproc MIN:MAX tests/failure/elastic.py FOLDER [--updates N] [--seconds S] [--save-steps N]
-        [--async-save] [--fault HOW@STEP:RANK ...]
+        [--async-save] [--resume] [--fault HOW@STEP:RANK ...]
 
 The job makes ``--updates`` updates of four samples per rank; an epoch has 48 samples. Each fault (HOW: ``kill``,
 ``raise``, ``exit``, ``stop`` or ``hang``) happens once, in the first attempt that reaches it. At the end rank 0 writes
@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import mindnlp_dp as dp
+from mindnlp_dp.checkpoint.directory import has_checkpoints
 
 
 def fail(how: str) -> None:
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--save-steps", type=int, default=5)
     parser.add_argument("--async-save", action="store_true")
+    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--fault", action="append", default=[])
     options = parser.parse_args()
     group = dp.init_process_group()
@@ -79,7 +81,8 @@ def main() -> None:
     }  # fmt: skip
     args = dp.DataParallelArguments(str(options.folder), **settings_here(**settings))
     trainer = dp.DataParallelTrainer(model, args, train_dataset=Rows(48), callbacks=[Watched()])
-    output = trainer.train()
+    resume = options.resume and group.run_on_rank0(lambda: has_checkpoints(options.folder), "looking for checkpoints")
+    output = trainer.train(resume_from_checkpoint=resume)
     assert output.global_step == trainer.state.max_steps
     if group.is_main:
         weights = {name: parameter.asnumpy() for name, parameter in trainer.model.named_parameters()}

@@ -17,7 +17,10 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 BLOCK = re.compile(r'^```(bash|python)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 # The environment of these tests is installed, and test_wheel.sh installs another. The page on two hosts needs two;
 # tests/two_hosts.sh, its last block, is a step of its own in scripts/test.sh.
-NOT_RUN = ("git clone",)
+# vLLM and the hub are not here.
+NOT_RUN = ("git clone", "vllm serve")
+# The blocks of Transformers on PyTorch, whose Python this variable names.
+TORCH, TORCH_BLOCKS = "TORCH_PYTHON_4", "from transformers"
 PAGES = {
     # The losses and the accuracy of one process and of two; one digest for both ranks of two.
     "first_run": r"(?s)(?=.*(?P<said>losses \[0[^]]+\]\n)(?P<accuracy>accuracy 0\.[89]\d*\n)rank 0 of 1)"
@@ -26,6 +29,8 @@ PAGES = {
     "your_data": r"(?s)accuracy (0\.9|1\.0).*replicas in sync  yes.*written to outputs/mine/report\.html",
     "resuming": r"(?s)in sync  yes, digest (?P<digest>\w{16}).*in sync  yes, digest (?P=digest).*digest (?P=digest)",
     "llm_lora": r"(?s)perplexity .*written to .*perplexity .*report\.html",
+    # After the export, the answer is what was taught, and its end is the turn's.
+    "../after_training": r"(?s)perplexity .*perplexity .*written to outputs/merged.*method of a file\.\n.*perplexity",
 }
 
 
@@ -43,9 +48,10 @@ def test_what_a_tutorial_says_can_be_typed(tmp_path, page):
         if file:
             (tmp_path / file).write_text(text)
             continue
-        if text.startswith(NOT_RUN):
+        if text.startswith(NOT_RUN) or (text.startswith(TORCH_BLOCKS) and TORCH not in os.environ):
             continue
-        command = ["bash", "-ec", text] if language == "bash" else [sys.executable, "-c", text]
+        python = os.environ[TORCH] if text.startswith(TORCH_BLOCKS) else sys.executable
+        command = ["bash", "-ec", text] if language == "bash" else [python, "-c", text]
         done = subprocess.run(
             command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             timeout=TIMEOUT_SECONDS, check=False,

@@ -7,14 +7,11 @@ import json
 import chat_models
 import numpy as np
 import pytest
-from library import is_0_5
 
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.finetuning.saved_model import load_causal_lm
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
-
-pytestmark = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
 
 IDS = np.arange(4, 24).reshape(2, 10)
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import chat_models
 import numpy as np
 import pytest
-from library import is_0_5
 
-pytestmark = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
-if not is_0_5:
-    from mindspore import Tensor
-
-    from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
-    from mindnlp_dp.runtime.mindnlp_api import transformers_api
+from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
+from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
 
 def answers(folder):
     """Return what the saved model answers to the first words, with its special tokens."""
+    from mindspore import Tensor
+
     tokenizer, _ = pretrained_tokenizer(str(folder))
     model = transformers_api().AutoModelForCausalLM.from_pretrained(str(folder))
     model.set_train(False)

@@ -5,8 +5,14 @@ Schemas check the fields and their types; the other tests check that the fields 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import random
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -16,7 +22,7 @@ import yaml
 
 from mindnlp_dp.commands import main
 from mindnlp_dp.finetuning.settings import parse_config
-from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
+from mindnlp_dp.launch.errors import LaunchError, LeaderLostError
 from mindnlp_dp.launch.processes.spawn import DEVICE_GRACE_SECONDS, GRACE_SECONDS
 from mindnlp_dp.text_classification.config import FinetuneConfig
 
@@ -237,14 +243,134 @@ def test_an_indexed_job_waits_for_all_hosts_and_its_service_finds_them():
     ]
 
 
-def test_wrong_usage_fails_an_indexed_job_and_a_lost_host_does_not():
-    first, *by_exit_code = job_of("indexed_job")[1]["spec"]["podFailurePolicy"]["rules"]
-    assert first == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    name = container_of("indexed_job")["name"]
-    assert by_exit_code == [
-        {"action": action, "onExitCodes": {"containerName": name, "operator": "In", "values": [code]}}
-        for action, code in (("FailJob", LaunchError.exit_code), ("Ignore", RendezvousTimeoutError.exit_code))
-    ]
+def rules():
+    return job_of("indexed_job")[1]["spec"]["podFailurePolicy"]["rules"]
+
+
+def action_for(exit_code, conditions=()):
+    """Return what Kubernetes does with a failed pod: the action of the first rule that matches, or "Count"."""
+    for rule in rules():
+        codes = rule.get("onExitCodes", {"operator": "In", "containerName": "ranks", "values": []})
+        assert (codes["operator"], codes["containerName"]) == ("In", container_of("indexed_job")["name"])
+        wanted = {(one["type"], one["status"]) for one in rule.get("onPodConditions", ())}
+        if exit_code in codes["values"] or wanted & set(conditions):
+            return rule["action"]
+    return "Count"
+
+
+def end_of_job(*pods):
+    """Replace the pods, each of which ends with an exit code and conditions, until the job has failed.
+
+    Returns the reason in the job's status, and how often all pods were started.
+    """
+    limit, failed = job_of("indexed_job")[1]["spec"]["backoffLimit"], 0
+    actions = [action_for(*pod) for pod in pods]
+    for starts in range(1, 1000):
+        if "FailJob" in actions:
+            return "PodFailurePolicy", starts
+        failed += actions.count("Count")
+        if failed > limit:
+            return "BackoffLimitExceeded", starts
+    return "DeadlineExceeded", None
+
+
+LOST, DISRUPTED = LeaderLostError.exit_code, [("DisruptionTarget", "True")]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("first", "other", "end"),
+    [
+        pytest.param((2,), (2,), ("PodFailurePolicy", 1), id="wrong usage"),
+        pytest.param((75,), (75,), ("BackoffLimitExceeded", 4), id="log folders cannot be written"),
+        pytest.param((1,), (1,), ("BackoffLimitExceeded", 4), id="a rank fails"),
+        pytest.param((75,), (LOST,), ("BackoffLimitExceeded", 7), id="the first host's port is in use"),
+        pytest.param((137,), (LOST,), ("BackoffLimitExceeded", 7), id="the first host has too little memory"),
+        pytest.param((143, DISRUPTED), (143,), ("BackoffLimitExceeded", 7), id="the first host is drained"),
+        pytest.param((137, DISRUPTED), (LOST,), ("DeadlineExceeded", None), id="the first host is lost"),
+        pytest.param((LOST,), (LOST,), ("DeadlineExceeded", None), id="a script has this code"),
+    ],
+)
+def test_an_indexed_job_ends_however_its_pods_fail(first, other, end):
+    """Replay what Kubernetes' documentation says of podFailurePolicy and backoffLimit, with pods that always fail."""
+    assert end_of_job(first, other) == end
+    # The end of a job whose failures are not counted.
+    assert job_of("indexed_job")[1]["spec"]["activeDeadlineSeconds"] > 0
+
+
+def test_the_code_that_is_not_counted_belongs_to_no_convention():
+    codes = [rule["onExitCodes"]["values"] for rule in rules() if "onExitCodes" in rule]
+    assert codes == [[LaunchError.exit_code], [LOST]]
+    # pytest; sysexits.h; shells, timeout, xargs and signals.
+    assert LOST not in {*range(6), *range(64, 79), *range(120, 256)}
+
+
+PROGRAM = """
+from mindnlp_dp.launch.rendezvous import client, membership
+client.REJOIN_SECONDS, client._SILENT_SECONDS, membership._SILENT_SECONDS = 1.0, 0.0, 2.0
+from mindnlp_dp.commands.main import main
+raise SystemExit(main())
+"""
+
+
+@contextlib.contextmanager
+def launch(folder, *flags, script=""):
+    """Start the launcher of a host, which tries for a second to reach a first host that is lost; end it at the end."""
+    (folder / "script.py").write_text(script)
+    # Under MPI, a machine cannot be two hosts.
+    command = [sys.executable, "-c", PROGRAM, "run", "--backend", "mindspore", "--nproc", "1", *flags, "script.py"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "MINDNLP_DP_RDZV_TOKEN": "0" * 64, "DEVICE_TARGET": "CPU"}
+    with subprocess.Popen(
+        list(map(str, command)), cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def free_port():
+    """Return a port below those that a client's end of a connection gets, which might connect to itself."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
+
+
+def test_a_host_that_has_joined_and_loses_the_first_one_ends_with_its_own_code(tmp_path):
+    """The first host, which waits for a third one, is killed."""
+    flags = ("--nnodes", 3, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    with launch(tmp_path, *flags, "--node-rank", 1, "--log-dir", "other") as other:
+        assert any("waiting for the endpoint" in line for line in other.stdout)
+        with launch(tmp_path, *flags, "--node-rank", 0) as first:
+            assert "2 of 3 hosts have joined" in next(line for line in first.stdout if "have joined" in line)
+            first.kill()
+        said, _ = other.communicate(timeout=60)
+    assert (other.returncode, "the job is over for this host" in said) == (LOST, True), said
+
+
+@pytest.mark.parametrize(
+    ("flags", "script", "code"),
+    [
+        (["--log-dir", "script.py/logs"], "", 75),
+        (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "USED"], "", 75),
+        # The time to join is that to join again.
+        (["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "FREE", "--rdzv-conf", "join_timeout=1"], "", 75),
+        ([], "import sys\nsys.exit(75)\n", 75),
+        (["--nnodes", "0"], "", 2),
+    ],
+    ids=["log folder", "port in use", "no first host", "the script's own", "usage"],
+)
+def test_other_failures_of_the_launcher_count(tmp_path, flags, script, code):
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        endpoints = {"USED": f"127.0.0.1:{used.getsockname()[1]}", "FREE": f"127.0.0.1:{free_port()}"}
+        with launch(tmp_path, *[endpoints.get(flag, flag) for flag in flags], script=script) as job:
+            said, _ = job.communicate(timeout=60)
+    assert job.returncode == code, said
+    assert action_for(code) == ("FailJob" if code == LaunchError.exit_code else "Count")
 
 
 def test_volcano_starts_all_hosts_or_none():

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import mindnlp_dp as dp
@@ -122,6 +125,28 @@ def test_a_rank_table_is_refused(requested, number, several, n):
     )
     with pytest.raises(ValueError, match=f"^{said} MINDSPORE_HCCL_CONFIG_PATH$"):
         choose_backend(requested, Launch(RANK_TABLE, number), "Ascend")
+
+
+LOST = """
+from mpi4py import MPI
+from mindnlp_dp.communication.transports.mpi import faults
+from mindnlp_dp.launch.processes.worker import _blames_another_rank
+def chained(code):
+    try:
+        raise MPI.Exception(code)
+    except MPI.Exception as error:
+        try:
+            raise RuntimeError("the update failed") from error
+        except RuntimeError as outer:
+            return outer
+print(*map(_blames_another_rank, (MPI.Exception(MPI.ERR_PROC_FAILED), chained(MPI.ERR_PROC_FAILED_PENDING),
+    chained(MPI.ERR_RANK), ValueError("MPI_ERR_PROC_FAILED"), None)))
+"""
+
+
+def test_mpis_error_for_a_lost_rank_blames_that_rank():
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("True True False False False\n", "")
 
 
 def test_devices_are_not_reached_through_slurms_mpi():

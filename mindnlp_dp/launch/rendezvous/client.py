@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
+from mindnlp_dp.launch.errors import LaunchError, LeaderLostError, RendezvousTimeoutError
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.environment import this_host_name
@@ -119,9 +119,9 @@ class HostAgent:
                 try:
                     connection = connect(self._rendezvous, patience)
                 except RendezvousTimeoutError as error:
-                    if patience == REJOIN_SECONDS:
+                    if self._lost:
                         print(f"{error}; the job is over for this host", file=sys.stderr)
-                        return RendezvousTimeoutError.exit_code
+                        return LeaderLostError.exit_code
                     raise
                 with self._termination.awaited():
                     code = self._follow_orders(connection)
