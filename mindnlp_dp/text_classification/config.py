@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mindnlp_dp.finetuning.pretrained import check_weights
@@ -52,6 +53,8 @@ class TaskConfig(RunConfig):
         super().validate()
         if self.model != FROM_SCRATCH:
             check_weights(self.model, trust_pickle=self.trust_pickle)
+        if (Path(self.model) / "adapter_config.json").is_file():
+            raise InputError(f"{self.model} has adapters, and no model; pass the model that they were trained for")
         for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
             self.check_at_least(1, name)
         if self.hidden_size % self.num_heads:

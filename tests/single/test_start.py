@@ -38,6 +38,8 @@ def folder(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\na,x\nb,y\n")
     (tmp_path / "one.csv").write_text("text,label\na,x\n")
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters/adapter_config.json").write_text("{}")
     (tmp_path / "half.jsonl").write_text('{"prompt": "a"}\n')
     return tmp_path
 
@@ -55,6 +57,7 @@ CLASSIFIER = "finetune.py --train-file a.csv --test-file a.csv"
         (f"{CLASSIFIER} --pipeline-layers a", "layers of stages are written as 5,7"),
         (f"{CLASSIFIER} --model ./none", "the model ./none cannot be loaded: there is no such folder"),
         (f"{CLASSIFIER} --model .", "the model . cannot be loaded: the folder has no config.json"),
+        (f"{CLASSIFIER} --model adapters", "adapters has adapters, and no model; pass the model that they were"),
         (f"{CLASSIFIER} --output-dir a.csv", "output_dir must name a folder, and a.csv is a file"),
         (f"{CLASSIFIER} --plan none.json", "none.json is not what mindnlp-dp plan --json writes"),
         ("finetune.py --dataset .", "the data set . "),
