@@ -163,7 +163,6 @@ def test_pods_have_what_ranks_need(name):
     assert spec["terminationGracePeriodSeconds"] >= grace_period + 2 * DEVICE_GRACE_SECONDS + GRACE_SECONDS
     # The launcher restarts ranks, the controller restarts pods; an AscendJob sets this in another place.
     assert name == "ascend_job" or spec["restartPolicy"] == "Never"
-    assert spec["shareProcessNamespace"]
     # Each pod has its own machine.
     labels = {"job-name": "dp-job", "volcano.sh/job-name": "dp-job", **metadata.get("labels", {})}
     [term] = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]

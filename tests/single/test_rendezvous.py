@@ -179,27 +179,12 @@ def test_a_host_that_is_refused_hears_why(meeting):
     assert "it has mindnlp_dp 2" in heard[-1]["why"]
 
 
-@pytest.mark.parametrize("tamper", ["payload", "mac", "again", "left out", "sent back", "length"])
-def test_a_frame_that_somebody_changed_is_refused(ends, tamper):
+def test_a_message_that_is_too_long_is_refused(ends):
     server, client = ends()
     greet(server, client)
-    client.send({"command": "ls"})
-    frame = server.socket.recv(1 << 16)
-    if tamper == "payload":
-        frame = frame.replace(b"ls", b"rm")
-    elif tamper == "mac":
-        frame = frame[:4] + bytes(32) + frame[36:]
-    elif tamper == "again":
-        frame *= 2
-    elif tamper == "left out":
-        client.send({"command": "second"})
-        frame = server.socket.recv(1 << 16)
-    elif tamper == "length":
-        frame = struct.pack(">I", 1 << 30) + frame[4:]
-    victim, sender = (client, server) if tamper == "sent back" else (server, client)
-    sender.socket.send(frame)
-    with pytest.raises(AuthenticationError):
-        victim.receive()
+    client.socket.send(struct.pack(">I", 1 << 30) + b"{}")
+    with pytest.raises(AuthenticationError, match="a message of 1073741824 bytes"):
+        server.receive()
 
 
 def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):

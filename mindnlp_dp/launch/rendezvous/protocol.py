@@ -1,10 +1,10 @@
-"""Send messages between the launchers of a job's hosts: JSON in frames that only holders of the job's token can make.
+"""Send messages between the launchers of a job's hosts: JSON, each message with its length in front.
 
 :mod:`mindnlp_dp.launch.rendezvous.server` and :mod:`mindnlp_dp.launch.rendezvous.client` are the two ends.
 
-Both ends prove that they have the token, over fresh random numbers of both, before anything else is read. Every frame
-carries an HMAC-SHA256 (RFC 2104) under a key of this connection, over its direction and number, so that none can be
-forged, repeated, left out or sent back. Nothing is unpickled, and nothing is secret: frames are not encrypted.
+Both ends prove that they have the job's token, by an HMAC-SHA256 (RFC 2104) over fresh random numbers of both, before
+anything else is read. Nothing is unpickled. What follows is neither encrypted nor authenticated: who can change the
+traffic of an open connection could do the same to MPI's and MindSpore's, which have no authentication at all.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ _NONCE_BYTES = 16
 _MAC_BYTES = 32
 
 _LENGTH = struct.Struct(">I")
-
-_COUNT = struct.Struct(">Q")
 
 LONGEST_BYTES = 4 << 20
 
@@ -85,9 +83,8 @@ class Connection:
         self.socket = sock
         self._token, self._is_server = token, is_server
         self._mine = secrets.token_bytes(_NONCE_BYTES)
-        self._key = b""
+        self._theirs = b""
         self._in, self._out = b"", b""
-        self._num_in = self._num_out = 0
         self._kept: list[bytes] = []
         self._says_no_more = False
         self._broken: Optional[Exception] = None
@@ -105,8 +102,7 @@ class Connection:
         self.flush()
 
     def _frame(self, payload: bytes) -> None:
-        self._out += _LENGTH.pack(len(payload)) + self._mac(self._num_out, payload, sends=True) + payload
-        self._num_out += 1
+        self._out += _LENGTH.pack(len(payload)) + payload
 
     def send_last(self, message: Mapping[str, Any]) -> None:
         """Send a message, and none after it. :meth:`receive` raises once the other end has closed the connection too.
@@ -164,47 +160,38 @@ class Connection:
         """Shake hands. Server: nonce out, nonce, proof in, proof out. Client: nonce in, nonce, proof out, proof in."""
         if self._is_server:
             if len(self._in) >= _NONCE_BYTES + _MAC_BYTES:
-                theirs = self._take(_NONCE_BYTES)
-                self._check(self._take(_MAC_BYTES), self._proof(b"client", self._mine, theirs))
-                self._out += self._proof(b"server", self._mine, theirs)
-                self._begin(self._mine, theirs)
-        elif not self._key and len(self._in) >= _NONCE_BYTES:
-            theirs = self._take(_NONCE_BYTES)
-            self._out += self._mine + self._proof(b"client", theirs, self._mine)
-            self._key, self._theirs = self._proof(b"key", theirs, self._mine), theirs
-        if not self._is_server and self._key and not self.is_ready and len(self._in) >= _MAC_BYTES:
+                self._theirs = self._take(_NONCE_BYTES)
+                self._check(self._take(_MAC_BYTES), self._proof(b"client", self._mine, self._theirs))
+                self._out += self._proof(b"server", self._mine, self._theirs)
+                self._begin()
+        elif not self._theirs and len(self._in) >= _NONCE_BYTES:
+            self._theirs = self._take(_NONCE_BYTES)
+            self._out += self._mine + self._proof(b"client", self._theirs, self._mine)
+        if not self._is_server and self._theirs and len(self._in) >= _MAC_BYTES:
             self._check(self._take(_MAC_BYTES), self._proof(b"server", self._theirs, self._mine))
-            self._begin(self._theirs, self._mine)
+            self._begin()
         self.flush()
 
-    def _begin(self, of_server: bytes, of_client: bytes) -> None:
-        self._key, self.is_ready = self._proof(b"key", of_server, of_client), True
+    def _begin(self) -> None:
+        self.is_ready = True
         for payload in self._kept:
             self._frame(payload)
         self._kept = []
 
     def _next(self) -> Optional[bytes]:
-        server = _LENGTH.size + _MAC_BYTES
-        if len(self._in) < server:
+        if len(self._in) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._in)
         if length > LONGEST_BYTES:
-            raise AuthenticationError(f"a frame of {length} bytes")
-        if len(self._in) < server + length:
+            raise AuthenticationError(f"a message of {length} bytes")
+        if len(self._in) < _LENGTH.size + length:
             return None
-        mac, payload = self._in[_LENGTH.size : server], self._in[server : server + length]
-        self._check(mac, self._mac(self._num_in, payload, sends=False))
-        self._in = self._in[server + length :]
-        self._num_in += 1
-        return payload
+        self._take(_LENGTH.size)
+        return self._take(length)
 
     def _take(self, count: int) -> bytes:
         taken, self._in = self._in[:count], self._in[count:]
         return taken
-
-    def _mac(self, number: int, payload: bytes, *, sends: bool) -> bytes:
-        direction = b"server" if sends == self._is_server else b"client"
-        return hmac.digest(self._key, direction + _COUNT.pack(number) + payload, "sha256")
 
     def _proof(self, what: bytes, of_server: bytes, of_client: bytes) -> bytes:
         return hmac.digest(self._token, b"mindnlp_dp " + what + of_server + of_client, "sha256")
@@ -212,7 +199,7 @@ class Connection:
     @property
     def was_asked(self) -> bool:
         """Return whether the other end, which was called, has asked for a proof."""
-        return bool(self._key)
+        return bool(self._theirs)
 
     @staticmethod
     def _check(given: bytes, expected: bytes) -> None:
