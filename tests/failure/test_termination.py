@@ -69,7 +69,7 @@ import runpy, sys
 from pathlib import Path
 import mindnlp_dp as dp
 train = dp.DataParallelTrainer.train
-dp.DataParallelTrainer.train = lambda self: resumed(self)
+dp.DataParallelTrainer.train = lambda self, **_: resumed(self)
 def resumed(trainer):
     output = train(trainer, resume_from_checkpoint={str(folder / f"checkpoint-{step}")!r})
     if dp.init_process_group().is_main:
