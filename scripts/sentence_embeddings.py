@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--train-file", default="", help="texts with labels; by default, phrases of many languages")
     parser.add_argument("--test-file", default="")
     parser.add_argument("--model", default=FROM_SCRATCH, help="a folder with a pretrained BERT")
+    parser.add_argument("--trust-pickle", action="store_true", help="load its weights if they are not safetensors")
     parser.add_argument("--batch-size", type=int, default=128, help="pairs in an update, over all ranks")
     parser.add_argument("--max-length", type=int, default=32)
     parser.add_argument("--max-steps", type=int, default=200)
@@ -106,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
 
     files = {"train_file": args.train_file, "test_file": args.test_file}
-    config = TaskConfig(**files, model=args.model, max_length=args.max_length)
+    config = TaskConfig(**files, model=args.model, max_length=args.max_length, trust_pickle=args.trust_pickle)
     try:
         config.validate()
         group = dp.init_process_group()
@@ -123,7 +124,7 @@ def main() -> None:
             BertConfig(vocab_size=config.vocab_size, num_hidden_layers=args.num_layers, pad_token_id=1, **sizes)
         )
     else:
-        model = load_pretrained(BertModel, args.model, "model")
+        model = load_pretrained(BertModel, args.model, "model", trust_pickle=args.trust_pickle)
     before = accuracy(model, task.train, task.test)
     settings = dp.DataParallelArguments(
         args.output_dir, per_device_train_batch_size=args.batch_size, global_batch_size=args.batch_size,

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.errors import LaunchError, LeaderLostError
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.job import Job
 from mindnlp_dp.launch.log_dir import LogDir
@@ -134,6 +134,8 @@ def _lead(job: Job, local: LocalHost, server: Optional[RendezvousServer], termin
     code = 1
     try:
         code = job.run()
+        # A rank's own exit code must not look like that of a host that has lost the first one.
+        code = 1 if code == LeaderLostError.exit_code else code
         return code
     except KeyboardInterrupt as interrupt:
         code = _code_of(interrupt)

@@ -17,14 +17,11 @@ _FULL_SIZE = "MINDNLP_DP_FULL_SIZE"
 _SCALE_BATCH = "MINDNLP_DP_SCALE_BATCH"
 
 
-def attempt_env(
-    number: int, job: str, max_world_size: Optional[int], *, in_place: int = 0, scale_batch: bool = False
-) -> dict[str, str]:
+def attempt_env(number: int, job: str, max_world_size: Optional[int], *, scale_batch: bool = False) -> dict[str, str]:
     """Return the environment variables for the ranks of attempt ``number``, from 0, of the job named ``job``.
 
     Args:
         max_world_size: maximum number of ranks of an elastic job; None for other jobs.
-        in_place: ignored.
         scale_batch: whether the global batch of an elastic job is proportional to the number of its ranks.
     """
     # All are set, so that none is inherited from a job in which this one is started.
@@ -40,11 +37,6 @@ def max_world_size(environ: Mapping[str, str]) -> Optional[int]:
 def scales_batch(environ: Mapping[str, str]) -> bool:
     """Return whether this process's job is elastic, with a global batch proportional to its number of ranks."""
     return max_world_size(environ) is not None and environ.get(_SCALE_BATCH) == "1"
-
-
-def in_place_recovery_enabled(environ: Mapping[str, str]) -> bool:
-    """Return False: a job does not continue in its processes when a rank is lost."""
-    return False
 
 
 def job_id(environ: Mapping[str, str]) -> Optional[str]:

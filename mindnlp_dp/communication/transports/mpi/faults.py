@@ -89,18 +89,3 @@ def _wait_for_the_others(comm: Any) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def is_rank_failure(error: Optional[BaseException]) -> bool:
-    """Return whether an error, or one of its causes, is MPI's error for a lost rank.
-
-    The launcher then names the lost rank, and not the one that has this error.
-    """
-    while error is not None:
-        if type(error).__module__ == "mpi4py.MPI":
-            from mpi4py import MPI
-
-            if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING):  # type: ignore[attr-defined]
-                return True
-        error = error.__cause__ or error.__context__
-    return False
