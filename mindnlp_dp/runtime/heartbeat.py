@@ -17,72 +17,42 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional, Union
 
-# changes, pid, start time of the process, id of the main thread, next update, number of the last checkpoint request
-# that the rank has met, whether it has joined the others; time of the last report, time when its wait began, loss,
-# samples so far; name of the call that it waits in; the metrics of _SPEED.
+# The fields of RankHeartbeat up to blocked_in, and the metrics of _SPEED, which are NaN if unknown.
 _FORMAT = struct.Struct("<QQQQqQ?7x4d96s4d")
-
-# The metrics of the last log line that the record holds; NaN if one is unknown.
 _SPEED = ("step_seconds", "samples_per_second", "input_tokens_per_second", "mfu")
-
 # At the record's end: time of the script's end, exit code, whether the rank gave up waiting for another rank, and,
 # written last, how far its end has come: 0 while the script runs, 1 when its main thread has ended, 2 with all threads.
-_END = struct.Struct("<dB??5x")
-
-RECORD_BYTES = 256
-
+_END, RECORD_BYTES = struct.Struct("<dB??5x"), 256
 _END_BEGIN, _STAGE = RECORD_BYTES - _END.size, 10
-
 # After the ranks' records, one of the job: the number of the last checkpoint request.
 _REQUEST = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class RankHeartbeat:
-    """The record of one rank, as the launcher reads it.
+    """The record of one rank, as the launcher reads it; times are in seconds of the monotonic clock."""
 
-    Attributes:
-        changes: number of reports so far; 0 if the rank has not begun.
-        pid: id of its process.
-        born: start time of its process (:func:`state_and_birth_of`), because another process may get its pid later.
-        thread: id of its main thread, as :mod:`faulthandler` prints it.
-        update: number of the next update.
-        saved: number of the last checkpoint request that it has met.
-        has_joined: whether it has joined the others; it reports from then on.
-        changed: time of its last report, by the monotonic clock.
-        since: time when it began to wait for others; 0 if it does not wait.
-        loss: loss of its last update; NaN before.
-        samples: number of samples that all ranks have trained on.
-        blocked_in: name of the call that it is blocked in; "" if it does not wait.
-        speed: metrics of the last log line, over all ranks (docs/metrics.md).
-        exit_code: exit code of its script; None until the main thread has ended. A rank that is gone without one has
-            failed.
-        ended: time of that end.
-        waited: whether it failed because it gave up waiting for another rank.
-        threads_ended: whether the script's other threads have ended, too.
-    """
-
-    changes: int = 0
+    changes: int = 0  # number of reports so far; 0 if the rank has not begun
     pid: int = 0
-    born: int = 0
-    thread: int = 0
-    update: int = 0
-    saved: int = 0
-    has_joined: bool = False
-    changed: float = 0.0
-    since: float = 0.0
-    loss: float = float("nan")
-    samples: float = 0.0
-    blocked_in: str = ""
-    speed: Mapping[str, float] = field(default_factory=dict)
-    exit_code: Optional[int] = None
-    ended: float = 0.0
-    waited: bool = False
-    threads_ended: bool = False
+    born: int = 0  # start time of the process (state_and_birth_of): another process may get its pid later
+    thread: int = 0  # id of its main thread, as faulthandler prints it
+    update: int = 0  # number of the next update
+    saved: int = 0  # number of the last checkpoint request that it has met
+    has_joined: bool = False  # whether it has joined the others; it reports from then on
+    changed: float = 0.0  # time of its last report
+    since: float = 0.0  # time when it began to wait for others; 0 if it does not wait
+    loss: float = float("nan")  # of its last update; NaN before
+    samples: float = 0.0  # number of samples that all ranks have trained on
+    blocked_in: str = ""  # name of the call that it waits in; "" if it does not wait
+    speed: Mapping[str, float] = field(default_factory=dict)  # the last log line's (docs/metrics.md)
+    exit_code: Optional[int] = None  # of its script; None until the main thread has ended
+    ended: float = 0.0  # time of that end
+    waited: bool = False  # whether it failed because it gave up waiting for another rank
+    threads_ended: bool = False  # whether the script's other threads have ended, too
 
     @property
     def state(self) -> str:
@@ -104,16 +74,10 @@ def state_and_birth_of(pid: int) -> tuple[str, int]:
 
 
 def create(path: Path, num_ranks: int) -> mmap.mmap:
-    """Create a file for ``num_ranks`` ranks, none of which has begun, and return its memory.
-
-    A rank of an earlier attempt may still write to the earlier file.
-    """
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w+b") as file:
+    """Create a file for ``num_ranks`` ranks, none of which has begun, and return its memory."""
+    with open(path, "x+b") as file:
         file.truncate((num_ranks + 1) * RECORD_BYTES)
-        memory = mmap.mmap(file.fileno(), 0)
-    temporary.replace(path)
-    return memory
+        return mmap.mmap(file.fileno(), 0)
 
 
 def read(memory: mmap.mmap) -> list[RankHeartbeat]:
@@ -127,11 +91,9 @@ def read(memory: mmap.mmap) -> list[RankHeartbeat]:
         *numbers, name = values[: -len(_SPEED)]
         # A record that was never written has zeros.
         known = {metric: value for metric, value in zip(_SPEED, values[-len(_SPEED) :]) if value > 0}
-        fields = [*numbers, name.rstrip(b"\0").decode(errors="replace"), known]
-        rank = RankHeartbeat(*fields)
-        if stage:
-            rank = replace(rank, exit_code=exit_code, ended=ended, waited=waited, threads_ended=stage > 1)
-        found.append(rank)
+        end = [exit_code, ended, waited, stage > 1] if stage else []
+        fields = [*numbers, name.rstrip(b"\0").decode(errors="replace"), known, *end]
+        found.append(RankHeartbeat(*fields))
     return found
 
 
@@ -141,17 +103,13 @@ def ask_for_checkpoint(memory: mmap.mmap, number: int) -> None:
 
 
 class HeartbeatWriter:
-    """Writes the heartbeats of this process to its record.
-
-    Attributes:
-        after_update: called after every update.
-    """
+    """Writes the heartbeats of this process to its record; ``after_update`` is called after every update."""
 
     def __init__(self) -> None:
         self._memory: Union[mmap.mmap, bytearray] = bytearray(2 * RECORD_BYTES)
         self._begin = self._born = 0
         self.after_update: Callable[[], None] = lambda: None
-        self._depth, self._thread, self._pid = 0, threading.get_ident(), os.getpid()
+        self._thread, self._pid = threading.get_ident(), os.getpid()
         self._changes, self._update, self._has_joined, self._saved = 0, 0, False, 0
         self._since, self._loss, self._samples, self._waits_in = 0.0, float("nan"), 0.0, b""
         self._speed = [float("nan")] * len(_SPEED)
@@ -214,18 +172,14 @@ class HeartbeatWriter:
 
         Only the outermost of nested waits counts, in the main thread: other threads keep no rank waiting.
         """
-        if threading.get_ident() != self._thread:
-            yield
-            return
-        self._depth += 1
-        if self._depth == 1:
+        counts = threading.get_ident() == self._thread and not self._waits_in
+        if counts:
             self._waits_in, self._since = what.encode()[:96], time.monotonic()
             self.step()
         try:
             yield
         finally:
-            self._depth -= 1
-            if self._depth == 0:
+            if counts:
                 self._waits_in, self._since = b"", 0.0
                 self.step()
 
@@ -241,9 +195,6 @@ class HeartbeatWriter:
 
 
 writer = HeartbeatWriter()
-
 report_to, step, mark_joined, waiting = writer.report_to, writer.step, writer.mark_joined, writer.waiting
-
 checkpoint_request, wants_checkpoint, has_saved = writer.checkpoint_request, writer.wants_checkpoint, writer.has_saved
-
 finish_update, report_speed = writer.finish_update, writer.report_speed

@@ -362,23 +362,19 @@ def test_the_log_of_the_rank_that_failed_is_shown_unless_rank_0_was_seen_to_fail
     assert ("worker_1.log ends:\n  why" in capsys.readouterr().err) == is_said
 
 
-def test_the_record_of_an_earlier_attempt_is_not_that_of_the_next_one(tmp_path):
-    """Ignore the late record of a rank of the attempt before."""
-    path = tmp_path / "heartbeats"
-    late, later = heartbeat.HeartbeatWriter(), heartbeat.HeartbeatWriter()
-    first = heartbeat.create(path, 2)
-    late.report_to(path, 0)
-    second = heartbeat.create(path, 2)
-    later.report_to(path, 1)
-    later.record_end(200, waited=True)
-    late.record_end(1, waited=False)
-    late.record_end_of_threads()
+def test_a_rank_records_its_end_in_two_steps(tmp_path):
+    memory = heartbeat.create(tmp_path / "heartbeats", 2)
+    writer = heartbeat.HeartbeatWriter()
+    writer.report_to(tmp_path / "heartbeats", 1)
 
-    def ends(memory):
+    def ends():
         return [(rank.exit_code, rank.waited, rank.threads_ended) for rank in heartbeat.read(memory)]
 
-    assert ends(first) == [(1, False, True), (None, False, False)]
-    assert ends(second) == [(None, False, False), (200, True, False)]
+    assert ends() == [(None, False, False), (None, False, False)]
+    writer.record_end(200, waited=True)
+    assert ends()[1] == (200, True, False)
+    writer.record_end_of_threads()
+    assert ends() == [(None, False, False), (200, True, True)]
 
 
 def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
