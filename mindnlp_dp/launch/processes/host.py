@@ -231,12 +231,13 @@ class LocalHost:
                 self._loop.run_until(lambda: not self._left(), GRACE_SECONDS)
         if self._log is not None:
             self._log.close()
-        if self._watchdog is not None:
-            self._watchdog.dismiss()
-        if self._scratch is not None:
-            self._scratch.remove()
-        self._watchdog = self._scratch = None
         self._read_states, self._has_ended = 0.0, True
+        # A second signal may interrupt this; then the watchdog removes the folder.
+        watchdog, scratch, self._watchdog, self._scratch = self._watchdog, self._scratch, None, None
+        if watchdog is not None:
+            watchdog.dismiss()
+        if scratch is not None:
+            scratch.remove()
 
     def _left(self) -> dict[int, str]:
         """Return the processes of the job that still run on this host."""

@@ -24,7 +24,7 @@ from typing import NamedTuple, Optional
 # The environment variable of all processes of a job: the launcher's own folder.
 VARIABLE = "MINDNLP_DP_JOB_DIR"
 
-_ALL_IS_WELL = b"."
+_ALL_IS_WELL, _DISMISS_SECONDS = b".", 5.0
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -119,8 +119,12 @@ class Watchdog:
 
     def dismiss(self) -> None:
         """End the watchdog, because no process of the job is left."""
-        with suppress(OSError):
-            self._popen.communicate(_ALL_IS_WELL)
+        try:
+            self._popen.communicate(_ALL_IS_WELL, timeout=_DISMISS_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            # It was killed, or is stopped.
+            self._popen.kill()
+            self._popen.wait()
 
 
 def main() -> None:
