@@ -28,14 +28,22 @@ def answers(folder):
     return found
 
 
-def cases():
-    for kind in chat_models.CASES:
-        mark = pytest.mark.core if kind in ("qwen base", "gemma base", "gpt2") else pytest.mark.slow
-        yield pytest.param(kind, marks=mark)
+CORE = ("qwen base", "gemma base", "gpt2")
 
 
-@pytest.mark.parametrize("kind", cases())
+@pytest.mark.core
+@pytest.mark.parametrize("kind", [kind for kind in chat_models.CASES if kind in CORE])
 def test_an_answer_ends_where_it_should(monkeypatch, tmp_path, kind):
+    train_and_answer(monkeypatch, tmp_path, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in chat_models.CASES if kind not in CORE])
+def test_an_answer_of_other_models_ends_where_it_should(monkeypatch, tmp_path, kind):
+    train_and_answer(monkeypatch, tmp_path, kind)
+
+
+def train_and_answer(monkeypatch, tmp_path, kind):
     report, end = chat_models.train(monkeypatch, tmp_path, kind)
     assert [sample["completion"].strip() for sample in report["samples"]] == ["red it is", "blue it is"]
     assert answers(tmp_path / "out/model") == [f"{word} it is{end}" for word in chat_models.WORDS[:3]]

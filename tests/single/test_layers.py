@@ -18,7 +18,6 @@ OPERATORS = {"AllReduce", "AllGather", "AlltoAll", "Broadcast", "ReduceScatter",
 NAMED_FROM_BELOW = {
     "mindnlp_dp.communication.default_group",
     "mindnlp_dp.communication.transports.mindspore.collective_calls",
-    "mindnlp_dp.communication.transports.mpi.faults",
     "mindnlp_dp.communication.transports.mindspore.scheduler",
     "mindnlp_dp.launch.rendezvous.remote_shell",
     "mindnlp_dp.launch.processes.worker",
