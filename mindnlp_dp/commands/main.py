@@ -22,6 +22,7 @@ from mindnlp_dp.launch.options import (
     add_run_options,
     rendezvous_of,
 )
+from mindnlp_dp.launch.processes.reaper import adopting_orphans
 from mindnlp_dp.launch.rendezvous.membership import MinMax
 from mindnlp_dp.launch.run import run_job
 from mindnlp_dp.runtime.printable import printable
@@ -280,10 +281,11 @@ def _run(args: argparse.Namespace) -> int:
             hang_timeout=args.hang_timeout, max_restarts=most, tee=args.tee, grow_after=args.grow_after,
             grace_period=args.grace_period, log_mb=args.log_mb, scale_batch=args.scale_batch,
         )  # fmt: skip
-        return run_job(
-            nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
-            rendezvous=rendezvous_of(args), node_rank=args.node_rank,
-        )  # fmt: skip
+        with adopting_orphans():
+            return run_job(
+                nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
+                rendezvous=rendezvous_of(args), node_rank=args.node_rank,
+            )  # fmt: skip
     except LaunchError as error:
         print(f"mindnlp-dp run: {error}", file=sys.stderr)
         return error.exit_code

@@ -53,7 +53,7 @@ class Job:
         self._command, self._backend, self._membership, self._loop = list(command), backend, membership, loop
         self._log_dir, self._options, self._termination = log_dir, options, termination
         self._restart_policy = RestartPolicy(options.max_restarts, log_dir)
-        self._status_file = StatusFile(log_dir.path)
+        self._status_file = StatusFile()
         self._name = secrets.token_hex(8)
         self._number = 0
 
@@ -154,7 +154,7 @@ class Job:
         finally:
             for host in hosts:
                 host.end()
-            self._status_file.write(take_snapshot(hosts, attempt), self._restart_policy.failures)
+            self._status_file.write(Path(attempt.log_dir), take_snapshot(hosts, attempt), self._restart_policy.failures)
         return monitor.result(reason)
 
     def _report(

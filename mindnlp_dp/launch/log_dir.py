@@ -145,11 +145,13 @@ class LogFile:
         self._log: Optional[int] = None
         self._open()
         encoding = getattr(sys.stdout, "encoding", "utf-8")
-        # Unbuffered, as with PYTHONUNBUFFERED.
-        sys.stdout, sys.stderr = (
+        self._files = _PatientFile(1), _PatientFile(2)
+        # Unbuffered, as with PYTHONUNBUFFERED. The streams are kept: a script may replace them, and use their buffers.
+        self._text = [
             io.TextIOWrapper(raw, encoding, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
-            for raw in (_PatientFile(1, "w", closefd=False), _PatientFile(2, "w", closefd=False))
-        )
+            for raw in self._files
+        ]
+        sys.stdout, sys.stderr = self._text
 
     def _open(self) -> None:
         log = open_to_write(self._path)
@@ -170,6 +172,15 @@ class LogFile:
                     ours.append(stream)
         return ours
 
+    def silence_libraries(self) -> None:
+        """Let only Python write to the log from now on, because MindSpore's threads report their end there."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                # The script may have closed it.
+                file.descriptor = os.dup(file.descriptor)
+            os.dup2(nowhere, 1 if file is self._files[0] else 2)
+
     def rotate_if_large(self) -> None:
         """Rotate a large log, between two updates. Processes that have it open still read the old, renamed file."""
         if self._most_bytes and self._log is not None and os.fstat(self._log).st_size > self._most_bytes:
@@ -183,22 +194,30 @@ class LogFile:
                     earlier.replace(self._path)
 
 
-class _PatientFile(io.FileIO):
+class _PatientFile(io.RawIOBase):
     """Writes to a log; what a full or broken disk does not take is dropped, and a line says so once it can."""
 
-    _lost = 0
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self._lost = descriptor, 0
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
         try:
             if self._lost:
-                super().write(b"[%d bytes of output are missing here: the disk did not take them]\n" % self._lost)
+                missing = b"[%d bytes of output are missing here: the disk did not take them]\n" % self._lost
+                os.write(self.descriptor, missing)
                 self._lost = 0
             # A disk with little room takes a part.
-            written = super().write(data) or 0
+            self._lost = size - os.write(self.descriptor, data)
         except OSError:
-            written = 0
-        self._lost += memoryview(data).nbytes - written
-        return memoryview(data).nbytes
+            self._lost += size
+        return size
 
 
 def open_log(path: Path) -> BinaryIO:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from mindnlp_dp.launch.log_dir import LogDir
 from mindnlp_dp.launch.monitor.background_output import BackgroundOutput, stop_waiting_for_readers
 from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.host import LocalHost
-from mindnlp_dp.launch.processes.reaper import adopting_orphans
+from mindnlp_dp.launch.processes.run_module import PYTHON_VARIABLE
 from mindnlp_dp.launch.rendezvous.client import HostAgent
 from mindnlp_dp.launch.rendezvous.membership import Membership, MinMax
 from mindnlp_dp.launch.rendezvous.protocol import is_this_host
@@ -68,6 +69,9 @@ def run_job(
     if command[0] != "-m" and not os.path.isfile(command[0]):
         raise LaunchError(f"the script {command[0]} does not exist")
     environ = dict(os.environ)
+    python = environ.get(PYTHON_VARIABLE)
+    if python and shutil.which(python) is None:
+        raise LaunchError(f"{PYTHON_VARIABLE} names {python}, which is no program")
     backend, device = _backend_and_device(backend, environ)
     # The launcher and its ranks read the device here only, so that they agree.
     environ["DEVICE_TARGET"] = device
@@ -76,7 +80,7 @@ def run_job(
     if wrong := too_many_workers(nproc.most, environ):
         raise LaunchError(wrong)
     termination, loop = Termination(options.grace_period), EventLoop()
-    with termination.handled(), BackgroundOutput(), adopting_orphans():
+    with termination.handled(), BackgroundOutput():
         try:
             if rendezvous is not None and not _leads(rendezvous, node_rank):
                 rank = node_rank if node_rank is not None else node_rank_of(environ)

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -218,6 +219,73 @@ def test_a_thread_that_ends_the_process_after_the_main_thread_fails_the_job(tmp_
     job = run_job(tmp_path, script, backend=backend)
     assert job.exit_code == 9, job.output
     assert "rank 1 of 2" in job.output
+
+
+LATER = """
+import atexit, codecs, io, logging, os, sys, threading, time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
+# Pools that are never shut down, and a thread that works while the main thread does.
+pool, other = ThreadPoolExecutor(2), ThreadPool(2)
+print(sum(pool.map(abs, range(4))) + sum(other.map(abs, range(4))))
+def wait_for_the_main_thread():
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+threading.Thread(target=wait_for_the_main_thread).start()
+def first():
+    second = threading.Thread(target=lambda: (time.sleep(0.5), print("a thread's thread")))
+    second.start()
+threading.Thread(target=first).start()
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+atexit.register(logging.warning, "logged at the end")
+codecs.getwriter("utf-8")(sys.stdout.buffer).write("a writer\\n")
+sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", write_through=True)
+print("wrapped again")
+"""
+
+
+def test_a_script_ends_as_it_does_under_python(tmp_path):
+    job = run_job(tmp_path, LATER, nproc=1)
+    expected = "12\na writer\nwrapped again\na thread's thread\nlogged at the end\n"
+    assert (job.exit_code, job.output) == (0, expected)
+
+
+def test_a_job_that_is_run_from_python_leaves_other_children_alone(tmp_path):
+    (tmp_path / "script.py").write_text("import subprocess, sys\nsubprocess.Popen(['sleep', '600'])\nsys.exit(3)\n")
+    program = """
+import subprocess, threading, time
+from pathlib import Path
+from mindnlp_dp.launch.run import run_job
+others = []
+def start():
+    time.sleep(0.3)
+    others.extend([subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sh", "-c", "exit 5"])])
+thread = threading.Thread(target=start)
+thread.start()
+code = run_job(1, ["script.py"], backend="mpi", log_dir=Path("logs"))
+thread.join()
+print(code, others[0].poll(), others[1].wait())
+others[0].kill()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS
+    )
+    assert done.stdout == "3 None 5\n"
+    assert not [p for p in psutil.process_iter(["cmdline", "cwd"]) if p.info["cmdline"] == ["sleep", "600"]
+                and p.info["cwd"] == str(tmp_path)]  # fmt: skip
+
+
+def test_sigterm_ends_a_launcher_whose_output_is_not_read(tmp_path):
+    """Check a job that has succeeded, and waits for a stopped terminal or a pager."""
+    script = "import os\nos.write(1, b'x' * (3 << 20))\nopen('here', 'w').close()\n"
+    launcher = start_job(tmp_path, script, nproc=1, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_for_files(tmp_path, "here", 1)
+    mpirun = [p for p in psutil.Process(launcher.pid).children() if p.name() in ("mpirun", "prterun")]
+    psutil.wait_procs(mpirun, timeout=60)
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(60) in (0, 143)
+    launcher.stdout.close()
 
 
 def test_what_a_thread_prints_after_the_main_thread_is_shown(tmp_path):

@@ -168,7 +168,11 @@ def test_a_failure_of_mpirun_that_names_no_rank_shows_the_logs(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("kills", "why"), [(0, "often for lack of memory,"), (1, "because there was not enough memory,")]
+    ("kills", "why"),
+    [
+        (0, "often for lack of memory,"),
+        (2, "and the kernel has ended 2 of this host's processes for lack of memory meanwhile,"),
+    ],
 )
 def test_a_rank_that_was_killed_for_lack_of_memory_is_said_so(tmp_path, kills, why):
     sent = HostReport.from_json(json.loads(json.dumps(HostReport(oom_kills=kills).to_json())))
@@ -210,16 +214,25 @@ def test_a_process_without_a_status_ends_the_job_at_once():
     assert not JobSnapshot(ranks, [HostReport(ended=[ExitedProcess(0, 1), ExitedProcess(None, 1)])]).has_failed
 
 
-@pytest.mark.parametrize("exited", [[], [ExitedProcess(1, 9)], [ExitedProcess(None, 9)]])
-def test_rank_ended_by_a_thread_after_its_main_thread_has_failed(tmp_path, exited):
-    """Check both backends, and a rank that is seen to be gone before its parent is."""
-    (tmp_path / "launcher.log").write_text(LEFT.replace("3\n", "9\n").replace("code:    3", "code:    9"))
+@pytest.mark.parametrize(
+    ("exited", "said", "code", "what"),
+    [
+        ([ExitedProcess(1, 9)], "", 9, "left with exit code 9"),
+        ([ExitedProcess(1, -9)], "", 137, "was killed by signal 9"),
+        ([ExitedProcess(1, 0)], "", 1, "left with exit code 0"),
+        ([ExitedProcess(None, 9)], LEFT.replace("3\n", "9\n").replace("   3", "   9"), 9, "left with exit code 9"),
+        ([ExitedProcess(None, 0)], "", 1, "was ended by another thread"),
+    ],
+)
+def test_a_rank_that_a_thread_ended_after_its_main_thread_has_failed(tmp_path, exited, said, code, what):
+    (tmp_path / "launcher.log").write_text(said)
     ranks = {0: end(0), 1: RankHeartbeat(pid=1, exit_code=0, ended=1.0)}
-    assert JobSnapshot(list(ranks.values()), [HostReport(gone=[1])]).has_failed
-    failure = judge(tmp_path, ranks, exited, gone=[] if exited else [1], all_ended=bool(exited))
-    assert (failure.rank, failure.exit_code) == (1, 9 if exited else 1)
-    # While it runs, the job goes on.
+    failure = judge(tmp_path, ranks, exited, all_ended=True)
+    assert (failure.rank, failure.exit_code) == (1, code)
+    assert failure.what.startswith(what)
+    # While it runs, the job continues; when it is gone, mpirun has some seconds to say why.
     assert not JobSnapshot(list(ranks.values()), [HostReport()]).has_failed
+    assert JobSnapshot(list(ranks.values()), [HostReport(gone=[1])]).gone_silently == [1]
 
 
 def test_launched_rank():
@@ -240,6 +253,7 @@ def test_launched_rank():
             ["run", "--nproc", "two", "x.py"],
             "must be a number of at least 1, or MIN:MAX, got two",
         ),
+        (["run", "--nproc", "1:9999999999", "x.py"], "must be at most 10000, got 1:9999999999"),
         (["run", "--nproc", "2", "--backend", "gloo", "x.py"], "invalid choice: 'gloo'"),
         (["run", "--nprocs", "2", "x.py"], "unrecognized option --nprocs; do you mean --nproc?"),
         (["run", "--nproc", "2", "--max-restart=1", "x.py"], "option --max-restart; do you mean --max-restarts?"),

@@ -123,7 +123,7 @@ def test_who_does_not_read_errors_keeps_no_output_from_a_file(tmp_path, pipe):
         with open(tmp_path / "file", "w") as file, standard_output(file.fileno()), BackgroundOutput():
             print("x" * MORE_THAN_A_PIPE_TAKES, file=sys.stderr)
             console = Console(tmp_path, 1, "0", 0, EventLoop())
-            console.show_all()
+            console.show_all(lambda: False)
             console.close()
             stop_waiting_for_readers()
     finally:
@@ -214,7 +214,7 @@ def test_a_closed_standard_stream_ends_nothing(tmp_path, monkeypatch, stream):
     with BackgroundOutput():
         print("a message", file=sys.stderr)
         console = Console(tmp_path, 1, "0", 0, EventLoop())
-        console.show_all()
+        console.show_all(lambda: False)
         console.close()
 
 
@@ -224,7 +224,7 @@ def test_streams_of_text_such_as_a_notebooks_get_the_ranks_output(tmp_path):
     with redirect_stdout(out), redirect_stderr(err):
         with BackgroundOutput():
             console = Console(tmp_path, 1, "0", 0, EventLoop())
-            console.show_all()
+            console.show_all(lambda: False)
             console.close()
             print("a message", file=sys.stderr)
         assert (sys.stdout, sys.stderr) == (out, err)
@@ -243,7 +243,7 @@ def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
         held = sum(len(output._pending) for output in (sys.stdout.buffer,))
         reader = threading.Thread(target=read_all, args=(pipe[0], found))
         reader.start()
-        console.show_all()
+        console.show_all(lambda: False)
         console.close()
     os.close(pipe[1])
     reader.join()
@@ -268,7 +268,7 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
     monkeypatch.setattr("mindnlp_dp.launch.monitor.console.has_unwritten", read_once_it_was_asked)
     with standard_output(pipe[1]), BackgroundOutput():
         console = Console(tmp_path, 1, "0", 0, SimpleNamespace(run_once=slept.append))
-        console.show_all()
+        console.show_all(lambda: False)
         found.append(os.read(pipe[0], 1 << 20))
         # Check this before close(), which waits for the reader for one second only.
         assert b"".join(found) == (tmp_path / "worker_0.log").read_bytes()
@@ -279,7 +279,7 @@ def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
     (tmp_path / "worker_0.log").write_text("x" * (5 << 20) + "\nits last\nand no more")
     with BackgroundOutput():
         console = Console(tmp_path, 1, "all", 0, EventLoop())
-        console.show_all()
+        console.show_all(lambda: False)
         with open(tmp_path / "worker_0.log", "a") as log:
             log.write(" but this")
         console.close()
@@ -299,7 +299,7 @@ def test_ctrl_c_while_nobody_reads_a_job_that_went_well(tmp_path, pipe):
 
     with standard_output(pipe[1]), BackgroundOutput():
         console = Console(tmp_path, 1, "0", 0, SimpleNamespace(run_once=interrupt_once, sleep=time.sleep))
-        console.show_all()
+        console.show_all(lambda: False)
         console.close()
 
 

@@ -136,7 +136,7 @@ class AttemptMonitor:
             if reason is StopReason.RANK_FAILED:
                 self._poll_other_hosts()
             elif reason is StopReason.ALL_EXITED and self._snapshot.has_succeeded:
-                self._console.show_all()
+                self._console.show_all(lambda: self._termination.asked is not None)
             self._console.close()
         return reason
 
@@ -215,7 +215,7 @@ class AttemptMonitor:
         """Do the more expensive work: report what the job does, check for hangs, and ask for a checkpoint."""
         snapshot, done = self._snapshot, sorted(self._done())
         self._console.say(snapshot.ranks, len(done))
-        self._status_file.write(snapshot, self._restart_policy.failures)
+        self._status_file.write(self._log_dir, snapshot, self._restart_policy.failures)
         self._mention_stragglers(done, now)
         missing = [number for number, rank in enumerate(snapshot.ranks) if not rank.pid]
         if missing and now - self._began > START_SECONDS:
@@ -243,13 +243,12 @@ class AttemptMonitor:
     def _has_ended(self, now: float) -> bool:
         """Return whether no process of the attempt has to be waited for."""
         snapshot = self._snapshot
-        silent = [rank for rank in sorted(snapshot.gone) if rank not in snapshot.ends]
-        if self._some_are_silent.seconds(bool(silent), now) > _PARENT_SECONDS:
+        silent = snapshot.gone_silently
+        are_gone = self._all_are_gone.seconds(len(snapshot.gone) == len(snapshot.ranks), now) > _LEAVE_SECONDS
+        if self._some_are_silent.seconds(bool(silent), now) > _PARENT_SECONDS or (silent and are_gone):
             # mpirun does not know how it ended, or has not said so.
             self._failure = Failure(silent[0], 1, "was killed, or left past the end of the script,")
-            return True
-        are_gone = len(snapshot.gone) == len(snapshot.ranks)
-        if self._all_are_gone.seconds(are_gone, now) > _LEAVE_SECONDS or self._is_late(now):
+        if self._failure is not None or are_gone or self._is_late(now):
             return True
         passed = self._is_over.seconds(snapshot.are_processes_over, now)
         # Records of ranks on other hosts may still be on their way.

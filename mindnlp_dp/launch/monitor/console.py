@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Optional
 
@@ -82,10 +82,12 @@ class Console:
             self._write(self._line)
         return was_new or was_behind
 
-    def show_all(self) -> None:
-        """Show all that finished ranks have written, however long the reader takes, or until Ctrl-C."""
+    def show_all(self, is_asked_to_end: Callable[[], bool]) -> None:
+        """Show all that finished ranks have written, however long the reader takes, or until a signal comes."""
         try:
             while self.show():
+                if is_asked_to_end():
+                    raise KeyboardInterrupt
                 self._loop.run_once(POLL_SECONDS if has_unwritten(sys.stdout) else 0)
         except KeyboardInterrupt:
             stop_waiting_for_readers()

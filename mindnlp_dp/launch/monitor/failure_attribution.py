@@ -42,8 +42,8 @@ class Failure:
 
 def find_failure(snapshot: JobSnapshot, hosts: Sequence[Host], attempt: Attempt, log_dir: Path) -> Optional[Failure]:
     """Return how an attempt failed; None if it succeeded."""
-    threads = snapshot.with_threads if snapshot.are_processes_over else snapshot.ended_by_thread
-    if snapshot.has_succeeded and not threads:
+    threads = snapshot.with_threads if snapshot.are_processes_over else []
+    if snapshot.has_succeeded and not threads and not snapshot.silent:
         # A host that is lost now does not matter.
         return None
     lost = first_lost(hosts)
@@ -51,11 +51,13 @@ def find_failure(snapshot: JobSnapshot, hosts: Sequence[Host], attempt: Attempt,
         rank = replace(attempt, index=hosts.index(lost)).ranks.start
         return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
     failure = find_failed_rank(snapshot) or _find_failed_mpirun(snapshot, log_dir)
-    if failure is None and threads:
-        code = next((process.returncode for process in snapshot.exited if process.rank == threads[0]), 1)
-        failure = Failure(threads[0], code or 1, "was ended by another thread after the end of its main thread,")
+    if threads and (failure is None or failure.rank is None):
+        code = failure.exit_code if failure is not None else 1
+        failure = Failure(threads[0], code, "was ended by another thread after the end of its main thread,")
     if failure is not None and failure.what == _killed(signal.SIGKILL):
-        why = "because there was not enough memory" if snapshot.oom_kills else "often for lack of memory"
+        why = "often for lack of memory"
+        if snapshot.oom_kills:
+            why = f"and the kernel has ended {snapshot.oom_kills} of this host's processes for lack of memory meanwhile"
         failure = replace(failure, what=f"{failure.what}, {why},")
     missing = [rank for rank in range(len(snapshot.ranks)) if rank not in snapshot.ends]
     # Exit codes do not outweigh that: mpirun exits with 0 after it has lost a host, and Python reads 0 for each process

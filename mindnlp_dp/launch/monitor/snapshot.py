@@ -68,12 +68,15 @@ class JobSnapshot:
     @property
     def silent(self) -> dict[int, int]:
         """Return the ranks whose processes have ended without a recorded end, and their return codes."""
-        return {p.rank: p.returncode for p in self.exited if p.rank is not None and p.rank not in self.ends}
+        return {p.rank: p.returncode for p in self.exited if p.rank is not None and not self._is_final(p.rank)}
 
     @property
-    def ended_by_thread(self) -> list[int]:
-        """Return the ranks that another thread has ended after the main thread had succeeded."""
-        return [rank for rank in self.with_threads if rank in self.gone]
+    def gone_silently(self) -> list[int]:
+        """Return the ranks that are gone without a recorded end, or whose threads were still running then."""
+        return [rank for rank in sorted(self.gone) if not self._is_final(rank)]
+
+    def _is_final(self, rank: int) -> bool:
+        return rank in self.ends and rank not in self.with_threads
 
     @property
     def with_threads(self) -> list[int]:
@@ -92,7 +95,7 @@ class JobSnapshot:
     @property
     def has_failed(self) -> bool:
         """Return whether a rank has recorded a failure, or has ended without a record, whatever its exit code is."""
-        return bool(self.failed or self.silent or self.ended_by_thread)
+        return bool(self.failed or self.silent)
 
 
 def take_snapshot(hosts: Sequence[Host], attempt: Attempt) -> JobSnapshot:

@@ -6,6 +6,7 @@ log folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindnlp_dp.launch.log_dir import open_to_write
+from mindnlp_dp.launch.log_dir import LATEST, open_to_write
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 from mindnlp_dp.runtime.printable import printable
@@ -55,17 +56,18 @@ class StatusLine:
 
 
 class StatusFile:
-    """The file ``status.json`` of a log folder, by which ``mindnlp-dp status`` knows what a job is doing.
+    """The file ``status.json`` of an attempt's folder, by which ``mindnlp-dp status`` knows what a job is doing.
 
     It is written by the launcher, because ranks' memory is closed to other users.
     """
 
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
+    def __init__(self) -> None:
+        self._log_dir = Path()
         self._status: dict[str, Any] = {}
 
-    def write(self, snapshot: JobSnapshot, failures: Sequence[Mapping[str, Any]]) -> None:
-        """Write the status of an attempt."""
+    def write(self, log_dir: Path, snapshot: JobSnapshot, failures: Sequence[Mapping[str, Any]]) -> None:
+        """Write the status of an attempt to its folder."""
+        self._log_dir = log_dir
         now, ranks = time.monotonic(), []
         for number, rank in enumerate(snapshot.ranks):
             entry: dict[str, Any] = {"rank": number, "pid": rank.pid or None, "update": rank.update}
@@ -107,15 +109,17 @@ class StatusFile:
 
 
 def read_status(log_dir: Path) -> dict[str, Any]:
-    """Return what a job's launcher has last written about it; times in seconds.
+    """Return what a job's launcher has last written about its last attempt, or the one in this folder; in seconds.
 
     Raises:
         ValueError: the folder is not one that ``mindnlp-dp run`` writes to.
     """
-    try:
-        status = json.loads((log_dir / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        status = None
+    status = None
+    for folder in (log_dir, log_dir / LATEST):
+        if (folder / STATUS).is_file():
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                status = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+            break
     if not isinstance(status, dict):
         raise ValueError(f"{log_dir} is not a log folder of mindnlp-dp run: it has no status in {STATUS}")
     return status
@@ -171,7 +175,7 @@ def status_text(status: dict[str, Any]) -> str:
             line += f"; last heard of {entry['last_progress']:.1f} s ago"
         lines.append(line)
     for failure in status["failures"]:
-        what = failure["what"] or "before its ranks started"
+        what = failure["what"].rstrip(",") or "before its ranks started"
         what = what if failure["rank"] is None else f"rank {failure['rank']} {what}"
         then = "not restarted" if failure["restart"] is None else f"restart {failure['restart']}"
         lines.append(f"  failed in update {failure['update']}: {what}; {then}")

@@ -245,7 +245,7 @@ class LocalHost:
             return {}
         others = {*self._others, *([self._watchdog.pid] if self._watchdog is not None else [])}
         ranks = {rank.pid: f"rank {number}" for number, rank in self._ranks().items() if rank.state}
-        return {**reaper.processes_of(str(self._scratch.path), os.getpid(), others), **ranks}
+        return {**reaper.processes_of(str(self._scratch.path), reaper.launcher(), others), **ranks}
 
 
 def _launcher_log(attempt: Attempt) -> Path:

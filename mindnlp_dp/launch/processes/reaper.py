@@ -4,8 +4,8 @@
 launcher has not said that all is well, the program ends the job's processes, by SIGTERM and, after SECONDS, by SIGKILL,
 and removes FOLDER, the launcher's own. It imports only the standard library, so that it starts at once.
 
-A process belongs to the job if it has the launcher's folder in its environment, or descends from the launcher:
-processes whose parents have ended become children of the launcher (:func:`adopting_orphans`).
+A process belongs to the job if it has the launcher's folder in its environment. Under ``mindnlp-dp run`` it also does
+if it descends from the launcher, to which processes are passed whose parents have ended (:func:`adopting_orphans`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,25 @@ _ALL_IS_WELL, _DISMISS_SECONDS = b".", 5.0
 
 _PR_SET_CHILD_SUBREAPER = 36
 
+_adopts = False
+
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
     """Make this process the parent of descendants whose own parent has ended, inside the block (Linux, prctl(2))."""
-    prctl = ctypes.CDLL(None).prctl
+    global _adopts
+    prctl, _adopts = ctypes.CDLL(None).prctl, True
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
+        _adopts = False
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def launcher() -> Optional[int]:
+    """Return this process's id if it is a launcher only, so that all its descendants are its job's; None otherwise."""
+    return os.getpid() if _adopts else None
 
 
 class _Process(NamedTuple):
@@ -68,7 +77,7 @@ def processes_of(folder: str, launcher: Optional[int] = None, others: Collection
 
     Args:
         folder: the launcher's own folder.
-        launcher: process id of the launcher, if it is this process. Its children that have ended are reaped.
+        launcher: process id of the launcher, if all its descendants count. Its children that have ended are reaped.
         others: processes that are none of the job's, with their descendants.
     """
     found = {process.pid: process for process in _all_processes()}

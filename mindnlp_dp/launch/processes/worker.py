@@ -83,32 +83,16 @@ def main() -> None:
             f"warning: this script never called mindnlp_dp.init_process_group(): {nproc} processes did the same work "
             "independently"
         )
-    # As Python does before it ends: another thread of the script may still work, print, or end the process.
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # As Python does before it ends: it waits for the script's threads, which may still work, print, or end the process.
+    threading._shutdown()  # type: ignore[attr-defined]
     heartbeat.writer.record_end_of_threads()
-    _silence_libraries()
+    log.silence_libraries()
 
 
-def _say(text: str) -> None:
+def _say(text: object) -> None:
     """Print to this rank's log, if that can be written to."""
     with suppress(Exception):
         print(text, file=sys.stderr)
-
-
-def _silence_libraries() -> None:
-    """Let only Python write to the log from now on, because MindSpore's threads report their end there."""
-    # The new stream stays open until the process ends: handlers that run at exit may still write.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        log = os.dup(1)
-    except OSError:
-        # The script has closed standard output.
-        log = os.dup(nowhere)
-    sys.stdout = sys.stderr = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
 
 
 def _run(command: list[str]) -> tuple[int, bool]:
@@ -125,7 +109,7 @@ def _run(command: list[str]) -> tuple[int, bool]:
     except SystemExit as leave:
         if leave.code is None or isinstance(leave.code, int):
             return (leave.code or 0) & 0xFF, _blames_another_rank(leave)
-        _say(str(leave.code))
+        _say(leave.code)
         return 1, _blames_another_rank(leave)
     except BaseException as error:  # noqa: BLE001
         # Whatever ended the script, the launcher must hear of it.

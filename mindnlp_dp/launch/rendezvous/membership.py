@@ -23,6 +23,9 @@ Host = Union[LocalHost, RemoteHost]
 # Hosts that are started together have joined by then, so until then no message is printed.
 _SILENT_SECONDS = 5.0
 
+# More processes or hosts are a mistyped number.
+_MOST = 10_000
+
 
 @dataclass(frozen=True)
 class MinMax:
@@ -45,6 +48,8 @@ class MinMax:
         most = most if colon else least
         if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
             raise ValueError(f"must be a number of at least 1, or MIN:MAX, got {text}")
+        if int(most) > _MOST:
+            raise ValueError(f"must be at most {_MOST}, got {text}")
         return cls(int(least), int(most))
 
     @property
