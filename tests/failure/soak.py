@@ -125,8 +125,8 @@ class Job:
         how, rank = self._chance.choice(self._faults), self._chance.choice(ranks) if ranks else None
         if self.launcher.poll() is not None:
             return False
-        if rank is None:
-            # The job is between two attempts.
+        if rank is None or not all(other.has_joined for other in ranks):
+            # The job is between two attempts. A rank that is stopped before all have joined is named two minutes later.
             return True
         try:
             if how == "mpirun":
