@@ -134,10 +134,10 @@ def launch(tmp_path):
 
 
 def start_job(folder: Path, *command, nproc=2, backend="mpi", **options) -> subprocess.Popen:
-    """Start a job and return its launcher. SIGINT and SIGHUP end it even if pytest runs in a script's background."""
+    """Start a job and return its launcher. SIGINT, SIGHUP and SIGQUIT end it even if pytest runs in a script's background."""
 
     def begin() -> None:
-        for number in (signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
 
     return subprocess.Popen(
