@@ -134,7 +134,7 @@ def launch(tmp_path):
 
 
 def start_job(folder: Path, *command, nproc=2, backend="mpi", **options) -> subprocess.Popen:
-    """Start a job and return its launcher. SIGINT, SIGHUP and SIGQUIT end it even if pytest runs in a script's background."""
+    """Start a job and return its launcher. SIGINT, SIGHUP and SIGQUIT end it, as in a terminal."""
 
     def begin() -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
