@@ -374,13 +374,12 @@ def test_a_process_that_does_not_end_after_success_is_named_and_ended(tmp_path, 
 
 def test_mpirun_missing(monkeypatch, capsys, tmp_path):
     from mindnlp_dp.commands.main import main
+    from mindnlp_dp.launch.processes import spawn
 
-    script = tmp_path / "script.py"
-    script.write_text("")
+    (tmp_path / "script.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["run", "--nproc", "2", "--backend", "mpi", str(script)]) == 2
+    monkeypatch.setattr(spawn, "find_mpirun", lambda: None)
+    assert main(["run", "--nproc", "2", "--backend", "mpi", "script.py"]) == 2
     assert capsys.readouterr().err == (
         'mindnlp-dp run: mpirun was not found; pip install "mindnlp-dp[mpi]", or use --backend mindspore\n'
     )
