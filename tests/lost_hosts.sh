@@ -16,26 +16,15 @@ source "$ROOT/tests/two_namespaces.sh"
 open_two_hosts || exit 0
 export MINDNLP_DP_RDZV_TOKEN PYTHONPATH=$ROOT/tests:$ROOT
 MINDNLP_DP_RDZV_TOKEN=$(python -c 'import secrets; print(secrets.token_hex())')
-# A process on each host that has imported MindSpore, and forks its ranks; a kill of the host spares it.
-for host in "$first" "$second"; do
-  mkdir "$work/ranks-$host"
-  enter "$host" env GLOG_v=3 python "$ROOT/tests/forked_ranks.py" "$work/ranks-$host" >/dev/null 2>&1 &
-done
-until [ -e "$work/ranks-$first/python" ] && [ -e "$work/ranks-$second/python" ]; do
-  kill -0 $! || { echo "no fork server"; exit 1; }
-  sleep 0.2
-done
-servers=$(ip netns pids "$first"; ip netns pids "$second")
-
-# processes_on HOST: print the ids of that host's processes, without the fork server's.
-processes_on() { ip netns pids "$1" | grep -vxF "$servers" || true; }
+# processes_on HOST: print the ids of that host's processes.
+processes_on() { ip netns pids "$1"; }
 
 port=29400 all=
 [ "${1:-}" != --all ] || all=1
 
 # start HOST: run the command on that host.
 start() {
-  enter "$1" env MINDNLP_DP_PYTHON="$work/ranks-$1/python" python -m mindnlp_dp run --nnodes 1:2 --nproc-per-node 1 --backend "$backend" --log-dir "$run/logs" \
+  enter "$1" python -m mindnlp_dp run --nnodes 1:2 --nproc-per-node 1 --backend "$backend" --log-dir "$run/logs" \
     --rdzv-endpoint "$network.1:$port" --rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=4 \
     "$ROOT/tests/failure/elastic.py" "$run" --updates "$updates" --seconds "$pause" --save-steps 10 >>"$run/$1.out" 2>&1
 }

@@ -68,6 +68,8 @@ def to_mend(findings):
     return [(finding.what, finding.advice) for finding in findings if finding.advice]
 
 
+# On a busy machine one rank of the probe may wait for ever for MCCL's last message from a rank that has ended.
+@pytest.mark.slow
 def test_a_healthy_host_without_mpi_needs_nothing(host):
     make_healthy(host)
     host.inject(WITHOUT_MPI)

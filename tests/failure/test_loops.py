@@ -107,7 +107,7 @@ def with_msrun(folder, name):
 
 def with_ours(folder, name):
     command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--log-dir", str(folder)]
-    return run([*command, SHORT_LOOP, str(HOMEWORK / name)], folder / "worker_0.log")
+    return run([*command, SHORT_LOOP, str(HOMEWORK / name)], folder / "latest" / "worker_0.log")
 
 
 @pytest.fixture(scope="module")
