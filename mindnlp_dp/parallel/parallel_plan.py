@@ -312,6 +312,9 @@ def head_of(model: Any) -> Optional[str]:
 _UNSUPPORTED: Sequence[tuple[str, Callable[[Any], Any], str]] = (
     ("tp", lambda config: config.qk_layernorm, "qk_layernorm, whose weights all heads share"),
     ("tp", lambda config: config.pretraining_tp > 1, "pretraining_tp, which splits weights itself; set it to 1"),
+    ("sp", lambda config: config.pretraining_tp > 1, "pretraining_tp, which splits weights itself; set it to 1"),
+    ("sp", lambda config: config.alibi or config.model_type in ("bloom", "mpt"), "ALiBi, position biases by head"),
+    ("sp", lambda config: config.output_hidden_states or config.output_attentions, "outputs of each layer"),
     ("tp", lambda config: config.alibi or config.model_type in ("bloom", "mpt"), "ALiBi, position biases by head"),
     ("pp", lambda config: config.layerdrop > 0, "layerdrop, by which stages would leave out layers; set it to 0"),
 )

@@ -115,7 +115,10 @@ class ForwardBackward:
                 loss = self._loss_now_or_later(loss) if weight > 0 else 0.0
                 has_bad_peer = self.model.has_nonfinite_peer(loss) | self.across_ranks.has_nonfinite_peer(loss)
                 num_samples = num_rows_of(mine) if weight > 0 else 0
-                yield MicroStep(loss, gradients, weight, _indices(batch), has_bad_peer, num_samples=num_samples)
+                yield MicroStep(
+                    loss, gradients, weight, _indices(batch), has_bad_peer,
+                    loss_replication=self.model.loss_replication, num_samples=num_samples,
+                )  # fmt: skip
             elif mine is not None:
                 yield MicroStep.without_weight(_indices(mine))
             if weight > 0:
