@@ -70,19 +70,21 @@ def dropout_mask(shape: Sequence[int], drop: float, key: tuple[int, int]) -> np.
 def _mask_of_tokens(
     shape: Sequence[int], drop: float, key: tuple[int, int], streams: SampleStreams, shard: Shard
 ) -> np.ndarray:
-    """Return the mask of a tensor (B, L, D) or (B * L, D) that has some of the tokens of each row."""
+    """Return the mask of a tensor (B, L, D), (B * R, L, D) or (B * L, D) that has some of the tokens of each row."""
+    assert streams.positions is not None, "checked by the caller"
     here, num_samples = shard.last - shard.first, len(streams.positions)
-    is_flat = len(shape) == 2 and shape[0] == num_samples * here
-    if not is_flat and tuple(shape[:2]) != (num_samples, here):
+    is_flat = len(shape) == 2 and shape[0] % here == 0
+    num_rows = shape[0] // here if is_flat else shape[0]
+    if num_rows % num_samples or not (is_flat or shape[1] == here):
         streams.record.doubt = f"a tensor of shape {tuple(shape)} does not have {here} tokens of {num_samples} samples"
         return keep_mask(math.prod(shape), drop, key)
-    full = (num_samples * shard.total, *shape[1:]) if is_flat else (num_samples, shard.total, *shape[2:])
+    full = (num_rows * shard.total, *shape[1:]) if is_flat else (num_rows, shard.total, *shape[2:])
     streams.shard = None
     try:
         mask = dropout_mask(full, drop, key)
     finally:
         streams.shard = shard
-    return mask.reshape(num_samples, shard.total, -1)[:, shard.first : shard.last].reshape(-1)
+    return mask.reshape(num_rows, shard.total, -1)[:, shard.first : shard.last].reshape(-1)
 
 
 def _doubt(shape: Sequence[int], layout: SampleLayout, streams: SampleStreams, call: int) -> str:

@@ -130,6 +130,8 @@ class _HeadExchange:
 class _Wrapper:
     """Replaces a forward pass, and keeps its signature."""
 
+    __call__: Callable[..., Any]
+
     def __init__(self, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
         self._forward = forward
