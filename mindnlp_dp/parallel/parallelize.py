@@ -171,11 +171,11 @@ def _planned(
     if mesh.sizes["ep"] > 1 and checked.experts is not None:
         edits += expert_parallel_edits(index, checked.experts, placements, row_weights)
     shards = SequenceShards(mesh.group("sp")) if mesh.sizes["sp"] > 1 else None
+    if checked.tensor is not None and max(mesh.sizes["tp"], mesh.sizes["sp"]) > 1:
+        edits += sharded_head_edits(index, checked.tensor, mesh, shards)
+        edits += rank_local_dropouts(index, checked.tensor, mesh)
     if shards is not None:
         edits += sequence_parallel_edits(index, checked, placements, shards)
-    if checked.tensor is not None and max(mesh.sizes["tp"], mesh.sizes["sp"]) > 1:
-        edits += rank_local_dropouts(index, checked.tensor, mesh)
-        edits += sharded_head_edits(index, checked.tensor, mesh, shards)
     if mesh.sizes["pp"] > 1 and checked.pipeline is not None:
         edits += pipeline_edits(index, checked.pipeline, placements, stage_input, layers_per_stage or None)
     return edits

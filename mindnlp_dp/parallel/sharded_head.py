@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, Optional, Protocol, runtime_checkable
 
 import numpy as np
 from mindnlp.core import nn
@@ -42,6 +42,18 @@ def sharded_head_edits(
     if shards is not None:
         edits += [Edit((name,), forward=functools.partial(_OfOwnTokens, shards)) for name in heads]
     return edits
+
+
+@runtime_checkable
+class FusedLoss(Protocol):
+    """The forward pass of a model whose output layer and loss are one operator (training/fused_cross_entropy.py)."""
+
+    @property
+    def is_used(self) -> bool: ...
+
+    def without_head(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def mean(self, hidden: Any, labels: np.ndarray) -> Any: ...
 
 
 class ShardedHead:
@@ -79,9 +91,12 @@ class ShardedHead:
         if self._kind == "seq2seq" and labels is not None and inputs is None:
             kwargs["decoder_input_ids"] = self._model._shift_right(labels)
         is_training = labels is not None and self._model.training
+        forward, mean = self._forward, self._mean
         if self._shards is not None:
             self._shards.has_local_logits = is_training
-        outputs = self._forward(*args, **{**kwargs, "return_dict": True})
+            if is_training and isinstance(forward, FusedLoss) and forward.is_used:
+                forward, mean = forward.without_head, forward.mean
+        outputs = forward(*args, **{**kwargs, "return_dict": True})
         logits = outputs.logits
         if not is_training:
             # Gathered by a differentiable operator: a custom loss, such as label smoothing, may use the logits.
@@ -91,30 +106,31 @@ class ShardedHead:
             shards = self._shards if is_training else None
             if shards is None and self._kind == "causal":
                 logits, labels = logits[:, :-1], labels[:, 1:]
-            if shards is None:
-                loss = self._mean(logits, labels)
-            else:
-                loss = self._mean_over_tokens(logits, to_host(labels), shards)
+            loss = mean(logits, labels) if shards is None else self._mean_over_tokens(mean, logits, labels, shards)
         return outputs_with_loss(
             self._model, outputs, loss, has_logits=not self._model.training, return_dict=kwargs.get("return_dict")
         )
 
-    def _mean(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _mean(self, logits: Tensor, labels: Any) -> Tensor:
+        labels = from_numpy(labels) if isinstance(labels, np.ndarray) else labels
         logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         if self._group.world_size == 1:
             return functional.cross_entropy(logits, labels)
         return vocabulary_parallel_cross_entropy(logits, labels, self._group, self._model.config.vocab_size)
 
-    def _mean_over_tokens(self, logits: Tensor, labels: np.ndarray, shards: SequenceShards) -> Tensor:
+    def _mean_over_tokens(
+        self, mean: Callable[[Tensor, Any], Tensor], logits: Tensor, labels: Tensor, shards: SequenceShards
+    ) -> Tensor:
         """Return the mean loss of all ranks' tokens, from the logits of this rank's. A collective."""
+        classes = to_host(labels)
         if self._kind == "causal":
             # The label of a rank's last token is the next rank's first token: shift before they are split.
-            labels = np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], -100)], 1)
+            classes = np.concatenate([classes[:, 1:], np.full_like(classes[:, :1], -100)], 1)
         first, last = shards.bounds[shards.group.rank :][:2]
-        own = np.ascontiguousarray(labels[:, first:last])
-        total, counted = (float((each != -100).sum()) for each in (labels, own))
+        own = np.ascontiguousarray(classes[:, first:last])
+        total, counted = (float((each != -100).sum()) for each in (classes, own))
         # The mean of no labels would be NaN, and its gradient, too.
-        share = self._mean(logits, from_numpy(own)) * (counted / total) if counted else logits.sum() * 0.0
+        share = mean(logits, own) * (counted / total) if counted else logits.sum() * 0.0
         return all_reduce(share, shards.group)
 
 

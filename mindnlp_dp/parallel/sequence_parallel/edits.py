@@ -72,8 +72,8 @@ def _attention_edits(
     to_tokens = [path for path, style in styles.items() if path.startswith(f"{place}.") and style == "rowwise"]
     if not to_heads or not to_tokens:
         raise ValueError(
-            f"the plan shards {name} by {', '.join(attributes)}, and has no layers by columns in it and by rows after it, "
-            "between which sp would exchange tokens for heads"
+            f"the plan shards {name} by {', '.join(attributes)}, and has no layers by columns in it and by rows after "
+            "it, between which sp would exchange tokens for heads"
         )
     exchange = _HeadExchange(shards)
     edits = [Edit((name,), forward=functools.partial(_Attention, exchange=exchange), attributes=attributes)]
