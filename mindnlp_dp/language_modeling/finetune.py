@@ -171,7 +171,7 @@ def summary(report: RunReport, folder: Path) -> str:
     evaluation = "loss {eval_loss:.4f} on {eval_samples} rows"
     if "perplexity" in report:
         evaluation = f"perplexity {{perplexity:.2f}}, {evaluation}"
-    found = next((row for row in reversed(report["history"]) if "eval_rewards/margins" in row), {})
+    found: dict[str, float] = next((row for row in reversed(report["history"]) if "eval_rewards/margins" in row), {})
     evaluation = ", ".join(
         [
             evaluation.format_map(report),

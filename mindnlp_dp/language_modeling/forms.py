@@ -42,7 +42,7 @@ def answers_of(row: Mapping[str, Any], where: str) -> tuple[list[Any], list[Any]
     Raises:
         InputError: a key is missing, an answer is empty, or texts and lists of messages are mixed.
     """
-    given = {key: row.get(key) for key in ("prompt", "chosen", "rejected")}
+    given: dict[str, Any] = {key: row.get(key) for key in ("prompt", "chosen", "rejected")}
     for key in ("chosen", "rejected"):
         if not given[key] or (isinstance(given[key], str) and not given[key].strip()):
             state = "is missing" if given[key] is None else "is empty"

@@ -14,6 +14,7 @@ from typing import Any, Optional
 import numpy as np
 
 import mindnlp_dp as dp
+from mindnlp_dp.data.batches import as_tensors
 from mindnlp_dp.data.loss_weight import IGNORED
 from mindnlp_dp.language_modeling.rows import PairCollator, TokenRows
 from mindnlp_dp.runtime.adapters import has_adapters
@@ -34,14 +35,14 @@ def log_probabilities(model: Any, ids: Any, labels: Any, mask: Any) -> tuple[Any
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
     counts = (labels[:, 1:] != IGNORED).to(logits.dtype)
     tokens = labels[:, 1:] * (labels[:, 1:] != IGNORED).long()
-    of_tokens = mindnlp_api().gather(functional.log_softmax(logits, -1), 2, tokens.unsqueeze(-1)).squeeze(-1)
+    of_tokens = mindnlp_api().ops.gather(functional.log_softmax(logits, -1), 2, tokens.unsqueeze(-1)).squeeze(-1)
     return (of_tokens * counts).sum(-1), counts.sum(-1)
 
 
 def log_probabilities_of_pairs(model: Any, pairs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return :func:`log_probabilities` of a batch of pairs, of shape (2, pairs): chosen, then rejected answers."""
     api = mindnlp_api()
-    columns = [api.cat((pairs[f"chosen_{name}"], pairs[f"rejected_{name}"])) for name in ("ids", "labels", "mask")]
+    columns = [api.ops.cat((pairs[f"chosen_{name}"], pairs[f"rejected_{name}"])) for name in ("ids", "labels", "mask")]
     sums, lengths = log_probabilities(model, *columns)
     return sums.reshape(2, -1), lengths.reshape(2, -1)
 
@@ -76,7 +77,7 @@ def preference_loss(
     if objective == "simpo":
         return -logsigmoid(beta * margin - gamma), rewards
     # 1 - p, which must stay above 0.
-    rest = api.log(api.clamp(1 - api.exp(compared), min=1e-7))
+    rest = api.ops.log(api.ops.clamp(1 - api.ops.exp(compared), min=1e-7))
     return -compared[0] - beta * logsigmoid(margin - (rest[0] - rest[1])), rewards
 
 
@@ -89,7 +90,7 @@ def with_reference(rows: TokenRows, model: Any, collator: PairCollator, batch_si
     with api.no_grad(), model.disable_adapter() if has_adapters(model) else contextlib.nullcontext():
         for begin in range(0, len(mine), batch_size):
             numbers = mine[begin : begin + batch_size]
-            batch = {name: api.tensor(column) for name, column in collator([rows[at] for at in numbers]).items()}
+            batch = as_tensors(collator([rows[at] for at in numbers]))
             found[list(numbers)] = to_host(log_probabilities_of_pairs(model, batch)[0]).T
     # A row is computed on one rank, and 0 on the others.
     return replace(rows, reference=np.sum(group.all_gather_object(found), axis=0))
