@@ -4,7 +4,7 @@ Each rank writes its record when it does something or begins to wait in a collec
 launcher reads the records while ranks are busy or hang: a rank that hangs cannot answer, but its last record is still
 there. The file is in the launcher's own folder in memory (:class:`~mindnlp_dp.runtime.scratch_dir.ScratchDir`).
 
-The functions of this module belong to one :class:`HeartbeatWriter`, which writes to nobody's memory until
+The functions of this module belong to one :class:`HeartbeatWriter`, which writes to memory of this process only until
 :func:`report_to` is called. Times are CLOCK_MONOTONIC's, which all processes of a host share.
 """
 

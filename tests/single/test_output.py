@@ -182,8 +182,8 @@ def test_a_file_is_written_where_its_end_is(tmp_path):
         print("before", flush=True)
         with BackgroundOutput():
             print("within")
-        print("behind", flush=True)
-    assert (tmp_path / "file").read_text() == "before\nwithin\nbehind\n"
+        print("after", flush=True)
+    assert (tmp_path / "file").read_text() == "before\nwithin\nafter\n"
 
 
 def test_streams_without_a_descriptor_stay_what_they_are(capsys):
@@ -258,12 +258,12 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
     found, slept = [], []
 
     def read_once_it_was_asked(stream):
-        was_behind = has_unwritten(stream)
+        is_unread = has_unwritten(stream)
         if slept:
             slept.clear()
             while has_unwritten(stream):
                 found.append(os.read(pipe[0], 1 << 20))
-        return was_behind
+        return is_unread
 
     monkeypatch.setattr("mindnlp_dp.launch.monitor.console.has_unwritten", read_once_it_was_asked)
     with standard_output(pipe[1]), BackgroundOutput():

@@ -181,7 +181,7 @@ print("lost" * 10)
 print("an error, lost", file=sys.stderr)
 for stream in (1, 2):
     os.dup2(saved, stream)
-print("behind")
+print("after")
 sys.stdout.flush()
 """
 
@@ -189,7 +189,7 @@ sys.stdout.flush()
 def test_a_full_disk_ends_no_rank_and_what_is_missing_is_said(tmp_path):
     subprocess.run([sys.executable, "-c", FULL], cwd=tmp_path, check=True)
     lines = (tmp_path / "worker_0.log").read_text().splitlines()
-    assert lines == ["before", "[41 bytes of output are missing here: the disk did not take them]", "behind"]
+    assert lines == ["before", "[41 bytes of output are missing here: the disk did not take them]", "after"]
 
 
 def test_a_log_that_cannot_begin_anew_grows_on(tmp_path, monkeypatch):

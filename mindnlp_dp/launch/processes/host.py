@@ -51,7 +51,7 @@ from mindnlp_dp.runtime.scratch_dir import ScratchDir
 # How often the states of the ranks' processes are read.
 _STATE_SECONDS = 0.5
 
-# How long processes that a script has left behind may take to end by themselves, as those of Python's pools do.
+# How long processes that a script has started may take to end by themselves after it, as those of Python's pools do.
 _LEFT_SECONDS = 0.5
 
 
@@ -225,7 +225,7 @@ class LocalHost:
             names = ", ".join(f"{name} ({pid})" for pid, name in sorted(left.items()))
             has_succeeded = all(rank.exit_code == 0 for rank in self._ranks().values())
             if has_succeeded:
-                print(f"the script has left processes behind, which are ended: {names}", file=sys.stderr)
+                print(f"processes that the script started still run after its end, and are ended: {names}", file=sys.stderr)
             for number in (signal.SIGTERM, signal.SIGKILL):
                 reaper.send(number, self._left())
                 self._loop.run_until(lambda: not self._left(), GRACE_SECONDS)
