@@ -96,7 +96,7 @@ def test_children_of_ranks_end_before_a_restart_after_mpirun_was_killed(tmp_path
 def test_children_that_outlive_a_job_that_succeeds_are_ended_and_named(tmp_path, backend):
     job = run_job(tmp_path, HEAD, backend=backend)
     assert job.exit_code == 0, job.output
-    assert "processes that the script started still run after its end, and are ended: sleep" in job.output
+    assert "processes that the script has started still run, and are ended: sleep" in job.output
     assert children(tmp_path) == []
 
 

@@ -174,7 +174,7 @@ def test_a_failure_of_mpirun_that_names_no_rank_shows_the_logs(tmp_path, capsys)
         (2, "and the kernel has ended 2 of this host's processes for lack of memory meanwhile,"),
     ],
 )
-def test_a_rank_that_was_killed_for_lack_of_memory_is_said_so(tmp_path, kills, why):
+def test_out_of_memory_is_named(tmp_path, kills, why):
     sent = HostReport.from_json(json.loads(json.dumps(HostReport(oom_kills=kills).to_json())))
     failure = judge(tmp_path, {0: end(0)}, [ExitedProcess(1, -9)], oom_kills=sent.oom_kills)
     assert (failure.rank, failure.what) == (1, f"was killed by signal 9, {why}")
@@ -262,7 +262,7 @@ def test_launched_rank():
         ([], "the following arguments are required: COMMAND"),
     ],
 )
-def test_wrong_words(argv, message, capsys):
+def test_wrong_arguments(argv, message, capsys):
     with pytest.raises(SystemExit) as left:
         main(argv)
     assert left.value.code == 2
@@ -327,7 +327,7 @@ def test_the_device_of_a_job(environ, device):
     assert default_device(environ) == device
 
 
-def test_npus_are_not_left_alone(monkeypatch, capsys, tmp_path):
+def test_npus_that_a_job_does_not_use_are_mentioned(monkeypatch, capsys, tmp_path):
     """Check that without DEVICE_TARGET the job uses the cards, reports it, and checks their number."""
     script = tmp_path / "script.py"
     script.write_text("")
@@ -391,7 +391,7 @@ def test_a_rank_records_its_end_in_two_steps(tmp_path):
     assert ends() == [(None, False, False), (200, True, True)]
 
 
-def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
+def test_a_reused_process_id_gets_no_signal(tmp_path):
     """Send no signal for its stack, which would end the process."""
     with subprocess.Popen(["sleep", "60"]) as other:
         state, born = state_and_birth_of(other.pid)
@@ -478,7 +478,7 @@ def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_
     assert not stale.exists()
 
 
-def test_without_descriptors_left_the_job_goes_on_unseen(tmp_path, monkeypatch):
+def test_without_descriptors_the_job_continues_without_its_output(tmp_path, monkeypatch):
     (tmp_path / "worker_0.log").write_text("hello")
     log = _Log(tmp_path / "worker_0.log", "")
 

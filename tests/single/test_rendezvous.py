@@ -85,7 +85,7 @@ def test_messages_arrive_in_order_and_whole(ends):
 
 
 @pytest.mark.parametrize("tokens", [(TOKEN, b"f" * 16), (b"f" * 16, TOKEN)])
-def test_who_does_not_know_the_token_is_turned_away(ends, tokens):
+def test_a_wrong_token_is_refused(ends, tokens):
     server, client = ends(*tokens)
     client.send({"do": "rm"})
     with pytest.raises(AuthenticationError, match="does not know this job's token"):
@@ -187,7 +187,7 @@ def test_a_message_that_is_too_long_is_refused(ends):
         server.receive()
 
 
-def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
+def test_noise_at_the_endpoint_is_refused_and_blocks_no_host(capsys):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -261,7 +261,7 @@ def test_ranks_of_a_host():
     assert (attempt.num_ranks, list(attempt.ranks)) == (6, [2, 3, 4])
 
 
-def test_sizes():
+def test_number_of_ranks_of_an_elastic_job():
     for wrong in ("0", "2:1", "a", "1:", ":2", "-1", "1:2:3", ""):
         with pytest.raises(ValueError, match="MIN:MAX"):
             MinMax.parse(wrong)
@@ -307,7 +307,7 @@ def test_wrong_endpoints(text):
         parse_endpoint(text)
 
 
-def test_whose_endpoint_it_is():
+def test_whether_an_endpoint_is_this_hosts():
     assert is_this_host("127.0.0.1")
     assert is_this_host("localhost")
     assert not is_this_host("192.0.2.1")  # an address of no host (RFC 5737)
@@ -332,13 +332,13 @@ def test_the_number_of_a_host(name):
         ("--nnodes 2 --rdzv-endpoint a:1 --rdzv-conf join_timeout=nan", "--rdzv-conf takes join_timeout"),
     ],
 )
-def test_what_does_not_fit_together(line, message, capsys, monkeypatch):
+def test_contradicting_options_are_refused(line, message, capsys, monkeypatch):
     monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", TOKEN.decode())
     assert main(["run", "--nproc", "1", *line.split(), __file__]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_torchruns_words(monkeypatch):
+def test_torchruns_options_mean_the_same(monkeypatch):
     from mindnlp_dp.commands.main import _parser
 
     monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", TOKEN.decode())
@@ -414,7 +414,7 @@ def test_as_many_ranks_as_there_are_cards_or_cores(monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_nobody_comes(tmp_path, capsys, monkeypatch):
+def test_too_few_hosts_within_the_join_timeout(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", TOKEN.decode())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("")
@@ -573,7 +573,7 @@ def test_an_order_for_a_daemon_that_comes_too_late(tmp_path):
     assert not host._daemons
 
 
-def test_a_launcher_that_was_stopped_itself_blames_nobody(meeting):
+def test_a_launcher_that_was_stopped_itself_loses_no_host(meeting):
     server, come = meeting
     connection = come()
     while not server.hosts:
@@ -605,7 +605,7 @@ def test_where_the_endpoint_listens(address):
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:29400", "[::]:29400"])
-def test_every_hosts_address_is_no_endpoint(address):
+def test_a_wildcard_address_is_refused_as_endpoint(address):
     with pytest.raises(ValueError, match="an address of one host"):
         parse_endpoint(address)
 

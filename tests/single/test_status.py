@@ -55,7 +55,7 @@ def test_status_says_what_each_rank_does(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{", "3"])
-def test_a_folder_without_a_status_is_said_to_be_none(tmp_path, text, capsys):
+def test_a_folder_without_a_status_is_refused(tmp_path, text, capsys):
     if text is not None:
         (tmp_path / "status.json").write_text(text)
     assert main(["status", str(tmp_path)]) == 2
@@ -65,7 +65,7 @@ def test_a_folder_without_a_status_is_said_to_be_none(tmp_path, text, capsys):
 @pytest.mark.parametrize(
     "change", [{"ranks": 3}, {"ranks": [{}]}, {"failures": [[]]}, {"speed": {"mfu": "x"}}, {"time": None}]
 )
-def test_a_status_that_no_launcher_wrote_is_said_to_be_none(tmp_path, change, capsys):
+def test_a_status_that_no_launcher_wrote_is_refused(tmp_path, change, capsys):
     StatusFile().write(tmp_path, JobSnapshot([rank()]), [])
     path = tmp_path / "status.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

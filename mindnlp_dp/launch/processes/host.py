@@ -223,9 +223,8 @@ class LocalHost:
         self._loop.run_until(lambda: not self._left(), _LEFT_SECONDS)
         if left := self._left():
             names = ", ".join(f"{name} ({pid})" for pid, name in sorted(left.items()))
-            has_succeeded = all(rank.exit_code == 0 for rank in self._ranks().values())
-            if has_succeeded:
-                print(f"processes that the script started still run after its end, and are ended: {names}", file=sys.stderr)
+            if all(rank.exit_code == 0 for rank in self._ranks().values()):
+                print(f"processes that the script has started still run, and are ended: {names}", file=sys.stderr)
             for number in (signal.SIGTERM, signal.SIGKILL):
                 reaper.send(number, self._left())
                 self._loop.run_until(lambda: not self._left(), GRACE_SECONDS)
