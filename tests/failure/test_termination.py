@@ -20,7 +20,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.runtime import heartbeat
 group = dp.init_process_group()
 for step in range(10_000):
-    heartbeat.finish_update(step + 1, [], 1)
+    heartbeat.finish_update(step + 1, [])
     time.sleep(0.02)
     if step == 100:
         open("updates", "w").close()

@@ -258,7 +258,7 @@ for update in range(20):
         print(MPI.COMM_WORLD.rank, update, line, 100 * "x")
     os.system("echo of a child")
     time.sleep(0.1)
-    heartbeat.finish_update(update + 1, [], 1)
+    heartbeat.finish_update(update + 1, [])
 print("the end")
 """
 

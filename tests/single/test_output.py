@@ -122,7 +122,7 @@ def test_unread_standard_error_does_not_block_standard_output(tmp_path, pipe):
         sys.stderr = open(pipe[1], "w", closefd=False)  # noqa: SIM115
         with open(tmp_path / "file", "w") as file, standard_output(file.fileno()), BackgroundOutput():
             print("x" * MORE_THAN_A_PIPE_TAKES, file=sys.stderr)
-            console = Console(tmp_path, 1, "0", 0, EventLoop())
+            console = Console(tmp_path, 1, "0", EventLoop())
             console.show_all(lambda: False)
             console.close()
             stop_waiting_for_readers()
@@ -197,7 +197,7 @@ def test_streams_without_a_descriptor_are_unchanged(capsys):
 def test_a_reader_that_is_gone_does_not_end_the_job(tmp_path, pipe, capsys):
     os.close(pipe[0])
     with standard_output(pipe[1]), BackgroundOutput():
-        console = Console(tmp_path, 1, "0", 0, EventLoop())
+        console = Console(tmp_path, 1, "0", EventLoop())
         (tmp_path / "worker_0.log").write_text("a line\n")
         console.show()
         (tmp_path / "worker_0.log").write_text("a line\nanother\n")
@@ -213,7 +213,7 @@ def test_a_closed_standard_stream_does_not_end_the_job(tmp_path, monkeypatch, st
     monkeypatch.setattr(sys, stream, None)
     with BackgroundOutput():
         print("a message", file=sys.stderr)
-        console = Console(tmp_path, 1, "0", 0, EventLoop())
+        console = Console(tmp_path, 1, "0", EventLoop())
         console.show_all(lambda: False)
         console.close()
 
@@ -223,7 +223,7 @@ def test_streams_of_text_such_as_a_notebooks_get_the_ranks_output(tmp_path):
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         with BackgroundOutput():
-            console = Console(tmp_path, 1, "0", 0, EventLoop())
+            console = Console(tmp_path, 1, "0", EventLoop())
             console.show_all(lambda: False)
             console.close()
             print("a message", file=sys.stderr)
@@ -237,7 +237,7 @@ def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
     (tmp_path / "worker_0.log").write_text("".join(lines) + "its last")
     found = []
     with standard_output(pipe[1]), BackgroundOutput():
-        console = Console(tmp_path, 1, tee, 0, EventLoop())
+        console = Console(tmp_path, 1, tee, EventLoop())
         for _ in range(10):
             console.show()
         held = sum(len(output._pending) for output in (sys.stdout.buffer,))
@@ -267,7 +267,7 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
 
     monkeypatch.setattr("mindnlp_dp.launch.monitor.console.has_unwritten", read_once_it_was_asked)
     with standard_output(pipe[1]), BackgroundOutput():
-        console = Console(tmp_path, 1, "0", 0, SimpleNamespace(run_once=slept.append))
+        console = Console(tmp_path, 1, "0", SimpleNamespace(run_once=slept.append))
         console.show_all(lambda: False)
         found.append(os.read(pipe[0], 1 << 20))
         # Check this before close(), which waits for the reader for one second only.
@@ -278,7 +278,7 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
 def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
     (tmp_path / "worker_0.log").write_text("x" * (5 << 20) + "\nits last\nand no more")
     with BackgroundOutput():
-        console = Console(tmp_path, 1, "all", 0, EventLoop())
+        console = Console(tmp_path, 1, "all", EventLoop())
         console.show_all(lambda: False)
         with open(tmp_path / "worker_0.log", "a") as log:
             log.write(" but this")
@@ -298,7 +298,7 @@ def test_ctrl_c_ends_the_wait_for_a_reader_after_success(tmp_path, pipe):
             raise KeyboardInterrupt
 
     with standard_output(pipe[1]), BackgroundOutput():
-        console = Console(tmp_path, 1, "0", 0, SimpleNamespace(run_once=interrupt_once, sleep=time.sleep))
+        console = Console(tmp_path, 1, "0", SimpleNamespace(run_once=interrupt_once, sleep=time.sleep))
         console.show_all(lambda: False)
         console.close()
 
@@ -306,7 +306,7 @@ def test_ctrl_c_ends_the_wait_for_a_reader_after_success(tmp_path, pipe):
 def test_an_attempt_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
     (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
     with standard_output(pipe[1]), BackgroundOutput():
-        console = Console(tmp_path, 1, "0", 0, EventLoop())
+        console = Console(tmp_path, 1, "0", EventLoop())
         console.show()
         console.close()
         stop_waiting_for_readers()

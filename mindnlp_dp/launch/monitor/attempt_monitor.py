@@ -113,7 +113,7 @@ class AttemptMonitor:
         self._restart_policy, self._status_file = restart_policy, status_file
         self._log_dir, self._options = Path(attempt.log_dir), options
         self._began = time.monotonic()
-        self._console = Console(self._log_dir, attempt.num_ranks, options.tee, restart_policy.count, loop)
+        self._console = Console(self._log_dir, attempt.num_ranks, options.tee, loop)
         self._hangs = HangDetector(options.hang_timeout)
         self._looked = 0.0
         # For how long this has been so.
@@ -214,7 +214,6 @@ class AttemptMonitor:
     def _look_closer(self, now: float) -> None:
         """Do the more expensive work: report what the job does, check for hangs, and ask for a checkpoint."""
         snapshot, done = self._snapshot, sorted(self._done())
-        self._console.say(snapshot.ranks, len(done))
         self._status_file.write(self._log_dir, snapshot, self._restart_policy.failures)
         self._mention_stragglers(done, now)
         missing = [number for number, rank in enumerate(snapshot.ranks) if not rank.pid]
