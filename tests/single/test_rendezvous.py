@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import socket
-import struct
 import threading
 import time
 from types import SimpleNamespace
@@ -67,7 +66,7 @@ def greet(*ends):
 @pytest.mark.core
 def test_messages_arrive_in_order_and_whole(ends):
     server, client = ends()
-    # A message that is sent before authentication is kept.
+    greet(server, client)
     client.send({"say": "first", "text": "ä" * 100_000})
     greeted = []
     while not greeted:
@@ -87,7 +86,6 @@ def test_messages_arrive_in_order_and_whole(ends):
 @pytest.mark.parametrize("tokens", [(TOKEN, b"f" * 16), (b"f" * 16, TOKEN)])
 def test_a_wrong_token_is_refused(ends, tokens):
     server, client = ends(*tokens)
-    client.send({"do": "rm"})
     with pytest.raises(AuthenticationError, match="does not know this job's token"):
         greet(server, client)
     assert not server.is_ready
@@ -99,6 +97,19 @@ JOIN = {
 }  # fmt: skip
 
 
+def join(server, **said):
+    """Connect to a server, prove the token, and send the first message."""
+    address = server._listening.getsockname()[:2]
+    connection = Connection(socket.create_connection(address), TOKEN, is_server=False)
+    deadline = time.monotonic() + 10
+    while not connection.is_ready and time.monotonic() < deadline:
+        server._loop.run_once(0.01)
+        connection.receive()
+    assert connection.is_ready
+    connection.send({**JOIN, **said})
+    return connection
+
+
 @pytest.fixture
 def meeting():
     """Return a head and a function that connects to it and joins."""
@@ -108,13 +119,7 @@ def meeting():
     server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop(), device="CPU")
 
     def come(**said):
-        connection = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
-        connection.send({**JOIN, **said})
-        deadline = time.monotonic() + 10
-        while not connection.is_ready and time.monotonic() < deadline:
-            server._loop.run_once(0.01)
-            connection.receive()
-        return connection
+        return join(server, **said)
 
     yield server, come
     server.close(0)
@@ -137,7 +142,7 @@ def test_hosts_hear_how_the_job_ended_whatever_they_were_saying(meeting, late, s
     connection = come()
     while not server.hosts:
         server._loop.run_once(0.01)
-    report = {"say": "report", "try": 0, "report": {"text": "x" * 1000}}
+    report = {"say": "report", "attempt": 0, "report": {"text": "x" * 1000}, "has_ended": False, "terminates": False}
     for _ in range(50):
         connection.send(report)
     heard = []
@@ -167,7 +172,7 @@ def test_a_host_that_is_refused_hears_why(meeting):
     server, come = meeting
     connection = come(version="2")
     for _ in range(50):
-        connection.send({"say": "report", "try": 0, "report": {"text": "x" * 1000}})
+        connection.send({"say": "report", "attempt": 0, "report": {"text": "x" * 1000}})
     server._loop.run_once(0.1)
     assert not server.hosts
     deadline = time.monotonic() + 5
@@ -179,11 +184,14 @@ def test_a_host_that_is_refused_hears_why(meeting):
     assert "it has mindnlp_dp 2" in heard[-1]["why"]
 
 
-def test_a_message_that_is_too_long_is_refused(ends):
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_message_that_is_too_long_is_refused(ends, monkeypatch, is_known):
+    monkeypatch.setattr("mindnlp_dp.launch.rendezvous.protocol.LONGEST_BYTES", 10_000)
     server, client = ends()
-    greet(server, client)
-    client.socket.send(struct.pack(">I", 1 << 30) + b"{}")
-    with pytest.raises(AuthenticationError, match="a message of 1073741824 bytes"):
+    if is_known:
+        greet(server, client)
+    client.socket.send(b"x" * 10_001)
+    with pytest.raises(AuthenticationError, match=f"a message of more than {10_000 if is_known else 1024} bytes"):
         server.receive()
 
 
@@ -200,10 +208,8 @@ def test_noise_at_the_endpoint_is_refused_and_blocks_no_host(capsys):
         noisier = socket.create_connection(("127.0.0.1", port))
         noisier.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
         silent = socket.create_connection(("127.0.0.1", port))
-        joined = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
-        joined.send(JOIN)
-        other = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
-        other.send({**JOIN, "version": "2", "launcher": "y"})
+        joined = join(server)
+        other = join(server, version="2", launcher="y")
         heard, deadline = [], time.monotonic() + 10
         while (not server.hosts or not any(h["do"] == "over" for h in heard)) and time.monotonic() < deadline:
             server._loop.run_once(0.01)
@@ -218,9 +224,8 @@ def test_noise_at_the_endpoint_is_refused_and_blocks_no_host(capsys):
                 pass
             raise AssertionError
         # The same launcher joins over another connection: its first connection is dropped.
-        again = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
-        again.send(JOIN)
         first, deadline = server.hosts[0], time.monotonic() + 10
+        again = join(server)
         while server.hosts != [] and server.hosts[0] is first and time.monotonic() < deadline:
             server._loop.run_once(0.01)
             again.receive()
@@ -578,7 +583,7 @@ def test_a_launcher_that_was_stopped_itself_loses_no_host(meeting):
     connection = come()
     while not server.hosts:
         server._loop.run_once(0.01)
-    connection.send({"say": "busy"})
+    connection.send({"say": "answer", "answer": ""})
     # The state after SIGSTOP, or after a disk did not respond.
     server._loop._handled -= 60
     server.hosts[0].heard -= 60

@@ -50,14 +50,12 @@ class RemoteHost:
     def hear(self, said: dict[str, Any]) -> None:
         self.heard = time.monotonic()
         what = said["say"]
-        if what == "report" and said["try"] == self._number:
-            self._report = HostReport.from_json(said["report"])
-        elif what == "ended" and said["try"] == self._number:
-            self._report, self._has_ended = HostReport.from_json(said["report"]), True
+        if what == "report":
+            self.terminates = said["terminates"]
+            if said["attempt"] == self._number:
+                self._report, self._has_ended = HostReport.from_json(said["report"]), said["has_ended"]
         elif what == "answer":
             self._answer = said["answer"]
-        elif what == "terminates":
-            self.terminates = True
         elif what == "leave":
             self.lost = str(said["why"])
 
