@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindnlp_dp.commands.main import main
-from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
+from mindnlp_dp.launch.errors import LaunchError, TemporaryError
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.options import rendezvous_of
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
@@ -428,10 +428,7 @@ def test_too_few_hosts_within_the_join_timeout(tmp_path, capsys, monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    assert (
-        main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "script.py"])
-        == RendezvousTimeoutError.exit_code
-    )
+    assert main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "script.py"]) == TemporaryError.exit_code
     assert f"1 of 2 hosts have joined at 127.0.0.1:{port} in 0 s" in capsys.readouterr().err
     assert main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "--node-rank", "1", "script.py"]) == 75
     assert "cannot be reached" in capsys.readouterr().err
@@ -490,7 +487,7 @@ def test_a_full_endpoint_is_not_taken_for_another_token(monkeypatch):
         thread = threading.Thread(target=hang_up)
         thread.start()
         try:
-            with pytest.raises(RendezvousTimeoutError, match="hung up before it asked for our token"):
+            with pytest.raises(TemporaryError, match="hung up before it asked for our token"):
                 connect(Rendezvous("127.0.0.1", listening.getsockname()[1], TOKEN), 0.3)
         finally:
             is_over.set()

@@ -117,7 +117,7 @@ def end(exit_code, when=1.0, waited=False):
 
 def find(folder, ends, *exited, num_ranks=2):
     snapshot = JobSnapshot([ends.get(n, RankHeartbeat()) for n in range(num_ranks)], [HostReport(ended=list(exited))])
-    return find_failure(snapshot, [SimpleNamespace(lost="")], Attempt(0, "mpi", [], str(folder), [num_ranks]), folder)
+    return find_failure(snapshot, [SimpleNamespace(lost="")], Attempt(0, "mpi", [], str(folder), [num_ranks]))
 
 
 def test_a_rank_that_was_ended_for_anothers_failure_is_not_to_blame(tmp_path):

@@ -18,7 +18,6 @@ from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.monitor.console import Console
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure
 from mindnlp_dp.launch.monitor.hangs import EXIT_CODE, START_SECONDS, HangDetector, describe_hang
-from mindnlp_dp.launch.monitor.restarts import RestartPolicy
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost, take_snapshot
 from mindnlp_dp.launch.monitor.status import StatusFile
 from mindnlp_dp.launch.options import JobOptions
@@ -68,14 +67,12 @@ class AttemptResult:
         grows: whether it was ended only to restart with more ranks.
         failed_before_start: whether it failed before any rank had started, and did not hang.
         update: the last update that a rank had finished.
-        has_shown_failure: whether rank 0 had failed when its output was last shown.
     """
 
     failure: Optional[Failure] = None
     grows: bool = False
     failed_before_start: bool = False
     update: int = 0
-    has_shown_failure: bool = False
 
 
 class _Timer:
@@ -101,7 +98,6 @@ class AttemptMonitor:
         hosts: Sequence[Host],
         attempt: Attempt,
         membership: Membership,
-        restart_policy: RestartPolicy,
         status_file: StatusFile,
         *,
         loop: EventLoop,
@@ -110,8 +106,7 @@ class AttemptMonitor:
     ) -> None:
         self._loop, self._termination = loop, termination
         self._hosts, self._attempt, self._membership = hosts, attempt, membership
-        self._restart_policy, self._status_file = restart_policy, status_file
-        self._log_dir, self._options = Path(attempt.log_dir), options
+        self._status_file, self._log_dir, self._options = status_file, Path(attempt.log_dir), options
         self._began = time.monotonic()
         self._console = Console(self._log_dir, attempt.num_ranks, options.tee, loop)
         self._hangs = HangDetector(options.hang_timeout)
@@ -147,12 +142,12 @@ class AttemptMonitor:
         snapshot = replace(self._snapshot, ranks=take_snapshot(self._hosts, self._attempt).ranks)
         grows, failure = reason is StopReason.SAVED and not snapshot.has_succeeded, None
         if not grows:
-            failure = self._failure or find_failure(snapshot, self._hosts, self._attempt, self._log_dir)
+            failure = self._failure or find_failure(snapshot, self._hosts, self._attempt)
         has_begun = snapshot.has_begun or any(self._log_dir.glob("worker_*.log"))
         return AttemptResult(
             failure, grows,
             failed_before_start=failure is not None and self._failure is None and not has_begun,
-            update=snapshot.update, has_shown_failure=0 in self._snapshot.failed,
+            update=snapshot.update,
         )  # fmt: skip
 
     def _poll(self) -> Optional[StopReason]:
@@ -214,7 +209,7 @@ class AttemptMonitor:
     def _look_closer(self, now: float) -> None:
         """Do the more expensive work: report what the job does, check for hangs, and ask for a checkpoint."""
         snapshot, done = self._snapshot, sorted(self._done())
-        self._status_file.write(self._log_dir, snapshot, self._restart_policy.failures)
+        self._status_file.write(self._log_dir, snapshot)
         self._mention_stragglers(done, now)
         missing = [number for number, rank in enumerate(snapshot.ranks) if not rank.pid]
         if missing and now - self._began > START_SECONDS:

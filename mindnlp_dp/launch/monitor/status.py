@@ -28,13 +28,17 @@ class StatusFile:
     """The file ``status.json`` of an attempt's folder, by which ``mindnlp-dp status`` knows what a job is doing.
 
     It is written by the launcher, because ranks' memory is closed to other users.
+
+    Args:
+        failures: what is recorded of each failure so far (restarts.py).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failures: Sequence[Mapping[str, Any]]) -> None:
+        self._failures = failures
         self._log_dir = Path()
         self._status: dict[str, Any] = {}
 
-    def write(self, log_dir: Path, snapshot: JobSnapshot, failures: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, log_dir: Path, snapshot: JobSnapshot) -> None:
         """Write the status of an attempt to its folder."""
         self._log_dir = log_dir
         now, ranks = time.monotonic(), []
@@ -52,16 +56,16 @@ class StatusFile:
             # Ranks log the same metrics; one that has failed may have older ones.
             "speed": dict(max(snapshot.ranks, key=lambda rank: (bool(rank.speed), rank.update)).speed),
             "alive": sum(entry["state"] in ("waits", "works") for entry in ranks),
-            "failures": list(failures), "ranks": ranks,
+            "failures": self._failures, "ranks": ranks,
         }  # fmt: skip
         self._save()
 
-    def end(self, exit_code: int, failures: Sequence[Mapping[str, Any]]) -> None:
+    def end(self, exit_code: int) -> None:
         """Write that the job is over, if any of its attempts had started."""
         if self._status:
             for entry in self._status["ranks"]:
                 entry["state"] = "gone" if entry["state"] in ("waits", "works") else entry["state"]
-            self._status.update(exit_code=exit_code, alive=0, failures=list(failures))
+            self._status.update(exit_code=exit_code, alive=0)
             self._save()
 
     def _save(self) -> None:

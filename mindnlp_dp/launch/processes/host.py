@@ -68,7 +68,7 @@ class LocalHost:
         slots: maximum number of ranks.
     """
 
-    lost = ""
+    lost = address = ""
     terminates = False
 
     def __init__(
@@ -114,15 +114,15 @@ class LocalHost:
         self._attempt, self._processes, self._daemons, self._has_ended = attempt, [], [], False
         self._memory, self._oom_kills, self._states, self._read_states = None, OomKills(), {}, 0.0
         try:
+            # For what mpirun, or its daemon, prints.
+            self._log = open_log(log_dir / (f"launcher_{attempt.index}.log" if attempt.index else "launcher.log"))
+        except OSError as error:
+            raise cannot_be_written(log_dir, error) from None
+        try:
             scratch = self._share(attempt)
-            if attempt.backend == "mpi" and attempt.index:
-                # The first host's mpirun has its daemon started here: :meth:`run_daemon`.
-                return
-            try:
-                self._log = open_log(_launcher_log(attempt))
-            except OSError as error:
-                raise cannot_be_written(log_dir, error) from None
-            self._start_processes(attempt, log_dir, scratch)
+            if attempt.backend != "mpi" or not attempt.index:
+                # On other hosts, the first one's mpirun has its daemon started: :meth:`run_daemon`.
+                self._start_processes(attempt, log_dir, scratch)
         except OSError as error:
             raise TemporaryError(f"the ranks of {self.name} cannot be started: {error}") from None
 
@@ -167,16 +167,9 @@ class LocalHost:
 
     def run_daemon(self, command: str) -> None:
         """Start the daemon that the first host's mpirun needs here; the daemon starts this host's ranks."""
-        if self._attempt is None or self._has_ended or self._scratch is None:
+        if self._attempt is None or self._has_ended or self._scratch is None or self._log is None:
             # The order has come too late.
             return
-        if self._log is None or self._log.closed:
-            path = _launcher_log(self._attempt)
-            try:
-                self._log = open_log(path)
-            except OSError as error:
-                print(f"what mpirun's daemon says is not in {path}: {error}", file=sys.stderr)
-                self._log = open(os.devnull, "ab")  # noqa: SIM115 -- closed by end()
         environ = self._environment(self._attempt, self._scratch.path)
         self._daemons.append(start_daemon(command, environ, self._log))
 
@@ -245,8 +238,3 @@ class LocalHost:
         others = {*self._others, *([self._watchdog.pid] if self._watchdog is not None else [])}
         ranks = {rank.pid: f"rank {number}" for number, rank in self._ranks().items() if rank.state}
         return {**reaper.processes_of(str(self._scratch.path), reaper.launcher(), others), **ranks}
-
-
-def _launcher_log(attempt: Attempt) -> Path:
-    """Return the file for what mpirun, or its daemon, prints."""
-    return Path(attempt.log_dir, f"launcher_{attempt.index}.log" if attempt.index else "launcher.log")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from mindnlp_dp.launch.errors import LaunchError, LeaderLostError, RendezvousTimeoutError
+from mindnlp_dp.launch.errors import LaunchError, LeaderLostError, TemporaryError
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import this_host_name
@@ -38,7 +38,7 @@ def connect(rendezvous: Rendezvous, seconds: float) -> Connection:
     """Connect to the endpoint, which may not be up yet, and return the connection.
 
     Raises:
-        RendezvousTimeoutError: the endpoint was not reachable within ``seconds``, or does not know this host's token.
+        TemporaryError: the endpoint was not reachable within ``seconds``, or does not know this host's token.
     """
     began, why, is_silent = time.monotonic(), "", True
     where = f"the endpoint {rendezvous.host}:{rendezvous.port}"
@@ -65,9 +65,7 @@ def connect(rendezvous: Rendezvous, seconds: float) -> Connection:
             why = str(error)
         waited = time.monotonic() - began
         if waited > seconds:
-            raise RendezvousTimeoutError(
-                f"{where} cannot be reached: {why}. If it is of this host itself: --node-rank 0"
-            )
+            raise TemporaryError(f"{where} cannot be reached: {why}. If it is of this host itself: --node-rank 0")
         if is_silent and waited > _SILENT_SECONDS:
             is_silent = False
             print(f"waiting for {where}, which cannot be reached yet: {why}", file=sys.stderr)
@@ -110,7 +108,7 @@ class HostAgent:
         """Follow the first host's orders until the job is over, and return its exit code.
 
         Raises:
-            RendezvousTimeoutError: the endpoint cannot be reached.
+            TemporaryError: the endpoint cannot be reached.
             LaunchError: an attempt cannot be started here.
         """
         patience = self._rendezvous.join_timeout
@@ -118,7 +116,7 @@ class HostAgent:
             while True:
                 try:
                     connection = connect(self._rendezvous, patience)
-                except RendezvousTimeoutError as error:
+                except TemporaryError as error:
                     if self._lost:
                         print(f"{error}; the job is over for this host", file=sys.stderr)
                         return LeaderLostError.exit_code
