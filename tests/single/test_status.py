@@ -49,6 +49,7 @@ def test_status_says_what_each_rank_does(tmp_path, monkeypatch):
         now = time.time()
         later.setattr(time, "time", lambda: now + 60)
         assert "written 60 s ago: since then its launcher was killed, or is stopped" in status_text(status)
+    failures.append(failure)
     file.end(137)
     status = read_status(tmp_path)
     assert (status["alive"], status["exit_code"], len(status["failures"])) == (0, 137, 2)
