@@ -55,8 +55,7 @@ class Console:
                 break
             was_new = True
             for text in new:
-                sys.stdout.buffer.write(text)
-            sys.stdout.buffer.flush()
+                _write(text)
         return was_new or is_unread
 
     def show_all(self, is_asked_to_end: Callable[[], bool]) -> None:
@@ -75,13 +74,22 @@ class Console:
         while self.show() and time.monotonic() < deadline:
             pass
         for log in self._logs:
-            sys.stdout.buffer.write(log.end())
+            _write(log.end())
         if self._logs and has_unwritten(sys.stdout):
             print(
                 f"the rest of what ranks have written is in {self._log_dir}: no process reads it here", file=sys.stderr
             )
         for log in self._logs:
             log.close()
+
+
+def _write(text: bytes) -> None:
+    """Write to standard output, which may be closed, or take text only, as in a notebook."""
+    if (buffer := getattr(sys.stdout, "buffer", None)) is not None:
+        buffer.write(text)
+        buffer.flush()
+    elif sys.stdout is not None:
+        sys.stdout.write(text.decode(errors="replace"))
 
 
 class _Log:
