@@ -123,15 +123,6 @@ def test_a_job_that_fails_when_it_was_asked_to_end_is_not_started_again(tmp_path
     assert "of 2 failed with exit code 1" in said
 
 
-@pytest.mark.slow
-def test_sigterm_after_the_end_of_rank_0_waits_for_no_checkpoint(tmp_path):
-    script = NEVER_SAVES.replace("100", "200") + "    if group.rank == 0 and step == 50:\n        break\n"
-    launcher = start_job(tmp_path, "--grace-period", 300, script, stdout=subprocess.DEVNULL)
-    wait_for((tmp_path / "updates").exists, "updates")
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(100) == 143
-
-
 def test_signals_do_not_keep_ranks_alive(tmp_path):
     """The ranks ignore SIGTERM, and the user sends it several times."""
     script = NEVER_SAVES.replace("group =", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ngroup =")

@@ -38,9 +38,6 @@ _LOOK_SECONDS = 0.5
 # How long the record of a rank on another host may take to arrive after the job's processes have ended.
 _LAST_WORD_SECONDS = 5.0
 
-# After SIGTERM, how long the other ranks may take to finish once the first one has.
-_FINISH_SECONDS = 30.0
-
 # How long mpirun may take to exit after all ranks have exited, and to end the job after one is gone without a record.
 _LEAVE_SECONDS, _PARENT_SECONDS = 10.0, 5.0
 
@@ -112,8 +109,8 @@ class AttemptMonitor:
         self._hangs = HangDetector(options.hang_timeout)
         self._looked = 0.0
         # For how long this has been so.
-        self._some_are_done, self._all_are_done, self._main_is_done = _Timer(), _Timer(), _Timer()
-        self._some_are_silent, self._all_are_gone, self._is_over = _Timer(), _Timer(), _Timer()
+        self._some_are_done, self._all_are_done, self._is_over = _Timer(), _Timer(), _Timer()
+        self._some_are_silent, self._all_are_gone = _Timer(), _Timer()
         self._has_named_stragglers = self._has_named_late = self._has_asked = False
         self._snapshot = JobSnapshot([])
         # A failure that is found here, because no rank and no process reports it.
@@ -158,7 +155,8 @@ class AttemptMonitor:
             self._looked = now
             self._look_closer(now)
         self._console.show()
-        may_end = self._has_saved or not self._can_save(now)
+        # Before the first update there is nothing to save.
+        may_end = self._has_saved or snapshot.update == 0
         if snapshot.has_failed:
             return StopReason.RANK_FAILED
         self._termination.end(may_end)
@@ -179,15 +177,6 @@ class AttemptMonitor:
     def _has_saved(self) -> bool:
         """Return whether the checkpoint is written for which rank 0 was asked."""
         return self._has_asked and bool(self._snapshot.ranks[0].saved)
-
-    def _can_save(self, now: float) -> bool:
-        """Return whether a checkpoint can still be written.
-
-        Before the first update there is nothing to save. After the end of rank 0 no rank saves, but the others get some
-        time to finish, too.
-        """
-        is_done = self._main_is_done.seconds(0 in self._done(), now) > _FINISH_SECONDS
-        return self._snapshot.update > 0 and not is_done
 
     def _done(self) -> set[int]:
         """Return the ranks that have recorded their end, or whose own process has ended."""
@@ -236,13 +225,13 @@ class AttemptMonitor:
 
     def _has_ended(self, now: float) -> bool:
         """Return whether no process of the attempt has to be waited for."""
-        snapshot = self._snapshot
-        silent = snapshot.gone_silently
-        are_gone = self._all_are_gone.seconds(len(snapshot.gone) == len(snapshot.ranks), now) > _LEAVE_SECONDS
-        if self._some_are_silent.seconds(bool(silent), now) > _PARENT_SECONDS or (silent and are_gone):
+        snapshot, silent = self._snapshot, self._snapshot.gone_silently
+        if self._some_are_silent.seconds(bool(silent), now) > _PARENT_SECONDS:
             # mpirun does not know how it ended, or has not said so.
             self._failure = Failure(silent[0], 1, "was killed, or left past the end of the script,")
-        if self._failure is not None or are_gone or self._is_late(now):
+            return True
+        are_gone = len(snapshot.gone) == len(snapshot.ranks)
+        if self._all_are_gone.seconds(are_gone, now) > _LEAVE_SECONDS or self._is_late(now):
             return True
         passed = self._is_over.seconds(snapshot.are_processes_over, now)
         # Records of ranks on other hosts may still be on their way.

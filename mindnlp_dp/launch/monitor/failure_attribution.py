@@ -16,7 +16,7 @@ from typing import Optional
 
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost
 from mindnlp_dp.launch.processes.attempt import Attempt
-from mindnlp_dp.launch.processes.exit_status import head, tail
+from mindnlp_dp.launch.processes.exit_status import head, read_text, tail
 from mindnlp_dp.launch.rendezvous.membership import Host
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
@@ -131,11 +131,7 @@ def _read_mpirun(log_dir: Path, code: int) -> Optional[Failure]:
     Args:
         code: exit code of mpirun, which is the one that a rank, or MPI itself, has passed to MPI_Abort.
     """
-    try:
-        said = (log_dir / "launcher.log").read_text(errors="replace")
-    except OSError:
-        # The file was removed.
-        return None
+    said = read_text(log_dir / "launcher.log")
     if killed := re.search(r"process rank (\d+) with PID \d+.*?exited on\s+signal (\d+)", said, re.DOTALL):
         return Failure(int(killed[1]), 128 + int(killed[2]), _killed(int(killed[2])))
     if peer := re.search(r"peer process has unexpectedly disconnected.*?Peer host:\s+(\S+)", said, re.DOTALL):
