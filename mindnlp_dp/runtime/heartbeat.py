@@ -113,13 +113,14 @@ class HeartbeatWriter:
         self._since, self._loss, self._waits_in = 0.0, float("nan"), b""
         self._speed = [float("nan")] * len(_SPEED)
 
-    def report_to(self, path: Path, rank: int) -> None:
-        """Report this process's progress to a file from now on."""
+    def report_to(self, path: Path, rank: int) -> mmap.mmap:
+        """Report this process's progress to a file from now on, and return the memory of all ranks."""
         with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
+            self._memory = memory = mmap.mmap(file.fileno(), 0)
         self._begin, self._thread, self._pid = rank * RECORD_BYTES, threading.get_ident(), os.getpid()
         self._born = state_and_birth_of(self._pid)[1]
         self.step()
+        return memory
 
     def step(self) -> None:
         """Report that this rank has done something."""

@@ -293,6 +293,21 @@ def test_what_a_thread_prints_after_the_main_thread_is_shown(tmp_path):
     assert (job.exit_code, job.output) == (0, "the main thread has ended\nfrom the thread\nfrom a child\n")
 
 
+def test_a_process_of_mindspores_cluster_ends_after_the_scripts_of_all_ranks(tmp_path):
+    """Check that what MCCL's threads have not sent at the end of a script still reaches the other ranks."""
+    script = """
+        import os, time
+        from pathlib import Path
+        if os.environ["MS_NODE_ID"] == "0":
+            Path("pid").write_text(str(os.getpid()))
+        else:
+            time.sleep(2)
+            os.kill(int(Path("pid").read_text()), 0)
+            assert Path("/proc", Path("pid").read_text(), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    """
+    assert run_job(tmp_path, script, backend="mindspore").exit_code == 0
+
+
 def test_a_working_folder_that_is_gone_is_said_so(tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
