@@ -150,12 +150,12 @@ class Job:
             # The first host starts last: its mpirun asks the others for daemons, so they must know the attempt.
             for index, host in reversed(list(enumerate(hosts))):
                 host.start(replace(attempt, index=index))
-            reason = monitor.wait()
+            monitor.wait()
         finally:
             for host in hosts:
                 host.end()
             self._status_file.write(Path(attempt.log_dir), take_snapshot(hosts, attempt))
-        return monitor.result(reason)
+        return monitor.result()
 
     def _report(self, failure: Failure, hosts: Sequence[Host], attempt: Attempt, seconds: float) -> None:
         host = _host_of(failure.rank, hosts, attempt)
