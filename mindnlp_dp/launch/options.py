@@ -158,12 +158,8 @@ def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
         conf = _conf(args.rdzv_conf)
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    return Rendezvous(
-        host, port, token, args.rdzv_id,
-        join_timeout=conf.get("join_timeout", Rendezvous.join_timeout),
-        last_call_timeout=conf.get("last_call_timeout", Rendezvous.last_call_timeout),
-        lost_after=conf.get("keep_alive_interval", 2.0) * conf.get("keep_alive_max_attempt", 5.0),
-    )  # fmt: skip
+    lost_after = conf.pop("keep_alive_interval", 2.0) * conf.pop("keep_alive_max_attempt", 5.0)
+    return Rendezvous(host, port, token, args.rdzv_id, lost_after=lost_after, **conf)
 
 
 def _check_this_is_the_host(node_rank: int, endpoint: Optional[str]) -> None:

@@ -110,9 +110,4 @@ def find_mpirun() -> Optional[str]:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
-def this_host_name() -> str:
-    """Return the name of this host."""
-    return os.uname().nodename
-
-
 TOKEN_VARIABLE = "MINDNLP_DP_RDZV_TOKEN"

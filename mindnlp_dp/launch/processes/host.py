@@ -25,20 +25,17 @@ from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.log_dir import cannot_be_written, join_attempt, open_log
 from mindnlp_dp.launch.processes import reaper
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
-from mindnlp_dp.launch.processes.environment import this_host_name
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess, tail
 from mindnlp_dp.launch.processes.oom_kills import OomKills
 from mindnlp_dp.launch.processes.run_module import PYTHON_VARIABLE
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import (
     GRACE_SECONDS,
-    Cluster,
     Process,
     grace_seconds,
     start_cluster,
     start_daemon,
     start_mpi,
-    start_scheduler,
     terminate,
 )
 from mindnlp_dp.launch.processes.stack_dumps import stacks_of
@@ -80,7 +77,7 @@ class LocalHost:
         remote_shell: Optional[Callable[[Path], list[str]]] = None,
     ) -> None:
         self._loop, self._remote_shell = loop, remote_shell
-        self.name, self.slots = this_host_name(), slots
+        self.name, self.slots = os.uname().nodename, slots
         self._environ = dict(environ)
         self._processes: list[Process] = []
         self._daemons: list[Process] = []
@@ -122,7 +119,7 @@ class LocalHost:
             scratch = self._share(attempt)
             if attempt.backend != "mpi" or not attempt.index:
                 # On other hosts, the first one's mpirun has its daemon started: :meth:`run_daemon`.
-                self._start_processes(attempt, log_dir, scratch)
+                self._start_processes(attempt, scratch)
         except OSError as error:
             raise TemporaryError(f"the ranks of {self.name} cannot be started: {error}") from None
 
@@ -136,7 +133,7 @@ class LocalHost:
         self._memory = heartbeat.create(folder / HEARTBEATS_FILE, attempt.num_ranks)
         return folder
 
-    def _start_processes(self, attempt: Attempt, log_dir: Path, scratch: Path) -> None:
+    def _start_processes(self, attempt: Attempt, scratch: Path) -> None:
         assert self._log is not None
         environ = self._environment(attempt, scratch)
         worker = [
@@ -147,12 +144,8 @@ class LocalHost:
             counts = dict(zip(attempt.addresses or ["localhost"], attempt.counts))
             remote_shell = self._remote_shell(scratch) if self._remote_shell is not None else []
             self._processes = start_mpi(counts, worker, environ, self._log, scratch=scratch, remote_shell=remote_shell)
-            return
-        cluster = Cluster(attempt.num_ranks, (attempt.addresses[0] if attempt.addresses else "127.0.0.1", attempt.port))
-        if not attempt.index:
-            # The scheduler comes first, because a rank that does not find it sleeps.
-            self._processes.append(start_scheduler(cluster, environ, log_dir / "scheduler.log"))
-        self._processes += start_cluster(cluster, attempt.ranks, worker, environ, self._log)
+        else:
+            self._processes = start_cluster(attempt, worker, environ, self._log)
 
     def _environment(self, attempt: Attempt, scratch: Path) -> dict[str, str]:
         home = os.path.expanduser("~")

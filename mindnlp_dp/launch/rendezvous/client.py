@@ -16,7 +16,6 @@ from typing import Any, Optional
 from mindnlp_dp.launch.errors import LaunchError, LeaderLostError, TemporaryError
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
-from mindnlp_dp.launch.processes.environment import this_host_name
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.protocol import AuthenticationError, Connection
 from mindnlp_dp.launch.rendezvous.server import Rendezvous
@@ -89,7 +88,7 @@ class HostAgent:
         self._rendezvous, self._loop, self._termination = rendezvous, loop, termination
         self._host = LocalHost(environ, slots, loop)
         self._join = {
-            "say": "join", "name": this_host_name(), "slots": slots, "job": rendezvous.job, "version": version,
+            "say": "join", "name": self._host.name, "slots": slots, "job": rendezvous.job, "version": version,
             "node_rank": node_rank, "device": default_device(environ), "launcher": secrets.token_hex(8),
         }  # fmt: skip
         # The connection to the endpoint; None before the first and once the endpoint is lost, which `_lost` explains.

@@ -72,12 +72,13 @@ class Connection:
 
     Attributes:
         is_ready: whether the other end has proved that it knows the token. Only then may messages be sent.
+        address: address of the other end, which has called; "" if this end has.
         was_asked: whether the other end, which was called, has asked for a proof.
     """
 
-    def __init__(self, sock: socket.socket, token: bytes, *, is_server: bool) -> None:
+    def __init__(self, sock: socket.socket, token: bytes, *, is_server: bool, address: str = "") -> None:
         sock.setblocking(False)
-        self.socket = sock
+        self.socket, self.address = sock, address
         self._token, self._is_server = token, is_server
         self._mine, self._theirs = secrets.token_hex(_NONCE_BYTES).encode(), b""
         self._in, self._out = b"", self._mine + b"\n" if is_server else b""

@@ -39,7 +39,7 @@ class RemoteHost:
         self._connection, self._loop = connection, loop
         self.name, self.slots, self.node_rank = str(said["name"]), int(said["slots"]), said.get("node_rank")
         self.launcher = str(said["launcher"])
-        self.address = address_of(connection.socket.getpeername())
+        self.address = connection.address
         # The address by which this host reaches the first one.
         self.address_of_server = address_of(connection.socket.getsockname())
         self.heard, self.lost, self.terminates = time.monotonic(), "", False
