@@ -33,8 +33,6 @@ from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 from mindnlp_dp.launch.termination import Termination
 from mindnlp_dp.runtime.job_context import attempt_env
 
-__all__ = ["Job", "JobOptions"]
-
 
 class Job:
     """A command that the hosts of ``membership`` run together, with restarts."""

@@ -42,10 +42,6 @@ from mindnlp_dp.runtime.devices import (
 from mindnlp_dp.runtime.launch_env import node_rank_of
 from mindnlp_dp.runtime.versions import __version__
 
-__all__ = ["HANG_TIMEOUT_SECONDS", "JobOptions", "LaunchError", "run_job"]
-
-HANG_TIMEOUT_SECONDS = JobOptions.hang_timeout
-
 
 def run_job(
     nproc: Union[int, MinMax],
