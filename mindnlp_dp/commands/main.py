@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,18 +27,11 @@ from mindnlp_dp.launch.run import run_job
 from mindnlp_dp.runtime.printable import printable
 from mindnlp_dp.runtime.versions import __version__
 
-# Subcommands that became scripts in homework/ before version 0.1.0; to be removed with 0.2.0.
-MOVED = ("algorithms", "scaling")
-
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run a subcommand and return its exit code."""
     parser = _parser()
-    words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in MOVED:
-        script = ["python", f"homework/{words[0]}.py", *words[1:]]
-        parser.error(f"{words[0]} is a script of the repository now; type there: {shlex.join(script)}")
-    args, unknown = parser.parse_known_args(words)
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
         # The error shows the usage of the subcommand that was typed.
         getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")

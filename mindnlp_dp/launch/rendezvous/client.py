@@ -216,14 +216,10 @@ class HostAgent:
         elif do == "daemon":
             self._host.run_daemon(str(order["command"]))
         elif do == "answer":
-            self._say(say="answer", answer=self._answer(order))
+            rank = order["rank"]
+            self._say(say="answer", answer=self._host.stacks() if rank is None else self._host.tail(rank))
         elif do == "end":
             self._report(order["number"], self._end_ranks(), has_ended=True)
-
-    def _answer(self, question: Mapping[str, Any]) -> Any:
-        if question["what"] == "stacks":
-            return self._host.stacks()
-        return self._host.tail(question["rank"])
 
     def _say(self, **message: Any) -> None:
         if self._connection is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Optional
 
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
@@ -77,14 +77,15 @@ class RemoteHost:
         return self._report
 
     def stacks(self) -> dict[int, str]:
-        return {int(rank): str(text) for rank, text in (self._ask(what="stacks") or {}).items()}
+        return {int(rank): str(text) for rank, text in (self._ask(None) or {}).items()}
 
     def tail(self, rank: int) -> str:
-        return str(self._ask(what="tail", rank=rank) or "")
+        return str(self._ask(rank) or "")
 
-    def _ask(self, **question: Any) -> Any:
+    def _ask(self, rank: Optional[int]) -> Any:
+        """Return the end of a rank's log or, without a rank, the stacks of all; None without an answer."""
         self._answer = None
-        self.say(do="answer", **question)
+        self.say(do="answer", rank=rank)
         self._loop.run_until(lambda: self._answer is not None or bool(self.lost), _ANSWER_SECONDS)
         return self._answer
 
