@@ -162,6 +162,7 @@ else:
 )
 def test_ranks_that_have_left_end_a_job_whose_mpirun_does_not(tmp_path, monkeypatch, capsys, end, expected):
     monkeypatch.setattr(attempt_monitor, "_LEAVE_SECONDS", 1.0)
+    monkeypatch.setattr(attempt_monitor, "_PARENT_SECONDS", 0.5)
     (tmp_path / "script.py").write_text(STOPS_MPIRUN + end)
     found = launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs")
     exit_code, said = expected

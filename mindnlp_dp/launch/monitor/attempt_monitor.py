@@ -38,7 +38,8 @@ _LOOK_SECONDS = 0.5
 # How long the record of a rank on another host may take to arrive after the job's processes have ended.
 _LAST_WORD_SECONDS = 5.0
 
-# How long mpirun may take to exit after all ranks have exited, and to end the job after one is gone without a record.
+# How long mpirun may take to exit after all ranks have exited and, less than that, to end the job after one is gone
+# without a record.
 _LEAVE_SECONDS, _PARENT_SECONDS = 10.0, 5.0
 
 
