@@ -67,7 +67,7 @@ def run_job(
     environ = dict(os.environ)
     python = environ.get(PYTHON_VARIABLE)
     if python and shutil.which(python) is None:
-        raise LaunchError(f"{PYTHON_VARIABLE} names {python}, which is no program")
+        raise LaunchError(f"{PYTHON_VARIABLE} names {python}, which is not a program")
     backend, device = _backend_and_device(backend, environ)
     # The launcher and its ranks read the device here only, so that they agree.
     environ["DEVICE_TARGET"] = device

@@ -125,7 +125,7 @@ IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'here_{rank}', '
     ],
 )  # fmt: skip
 def test_nothing_outlives_a_launcher_that_was_killed(tmp_path, backend, number):
-    # A process without the environment, in a session of its own, is found only by a launcher that lives.
+    # A process without the environment, in its own session, is found only by a launcher that lives.
     script = HEAD.replace('child(f"child_{rank}_without', '0 and child(f"child_{rank}_without') + IGNORES
     launcher = start_job(tmp_path, script, backend=backend, stdout=subprocess.DEVNULL)
     wait_for_files(tmp_path, "here_*")

@@ -279,7 +279,7 @@ def test_rotated_logs_are_shown_completely(tmp_path, megabytes, files):
         assert len(sizes) == files
         if megabytes:
             assert sum(sizes) < 3 << 20
-    # The next job has a folder of its own.
+    # The next job has its own folder.
     run_job(tmp_path, "print('again')\n")
     assert len(list((tmp_path / "logs/latest").glob("worker_*.log*"))) == 2
     assert len(list((tmp_path / "logs/attempt_0").glob("worker_*.log*"))) == 2 * files

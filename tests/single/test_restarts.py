@@ -204,10 +204,10 @@ def test_a_log_that_cannot_be_rotated_keeps_growing(tmp_path, monkeypatch):
             log.rotate_if_large()
         assert path.stat().st_size == 2 << 20
         log.rotate_if_large()
-        os.write(1, b"anew")
+        os.write(1, b"again")
     finally:
         sys.stdout, sys.stderr = streams
         for stream, saved in zip((1, 2), before):
             os.dup2(saved, stream)
             os.close(saved)
-    assert (path.read_bytes(), (tmp_path / "worker_0.log.1").stat().st_size) == (b"anew", 2 << 20)
+    assert (path.read_bytes(), (tmp_path / "worker_0.log.1").stat().st_size) == (b"again", 2 << 20)
