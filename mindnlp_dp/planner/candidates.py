@@ -275,22 +275,22 @@ def meshes(
     model: Model, num_devices: int, batch: int, num_layers: int, reject: Callable[[str, str], None]
 ) -> Iterator[tuple[int, StageParallelism]]:
     """Yield the number of stages and the sharing of each possible mesh; call ``reject`` with each impossible one."""
-    for tp in divisors(num_devices):
+    for sp, tp in itertools.product(divisors(num_devices), repeat=2):
+        if num_devices % (sp * tp):
+            continue
         problem = tensor_problem(model, tp)
         if problem:
-            reject(f"tp={tp}", problem)
+            if sp == 1:
+                reject(f"tp={tp}", problem)
             continue
-        for pp in divisors(num_devices // tp):
+        for pp in divisors(num_devices // sp // tp):
             problem = _stage_problem(model, pp, num_layers)
             if problem:
-                if tp == 1:
+                if tp == sp == 1:
                     reject(f"pp={pp}", problem)
                 continue
-            rest = num_devices // tp // pp
-            for ep, sp in itertools.product(divisors(rest), repeat=2):
-                if rest % (ep * sp):
-                    continue
-                sharing = StageParallelism(rest // ep // sp, tp, ep, sp)
+            for ep in divisors(num_devices // sp // tp // pp):
+                sharing = StageParallelism(num_devices // sp // tp // pp // ep, tp, ep, sp)
                 problem = mesh_problem(model, pp, sharing, batch, num_layers)
                 if not problem:
                     yield pp, sharing
