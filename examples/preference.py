@@ -17,11 +17,12 @@ import numpy as np
 
 import mindnlp_dp as dp  # isort: skip
 
-from mindnlp.core import no_grad, ops
-from mindnlp.core.nn import functional
+from mindnlp.core import no_grad
 from mindnlp.engine import set_seed
 from mindnlp.peft import LoraConfig, get_peft_model
 from mindnlp.transformers import LlamaConfig, LlamaForCausalLM
+
+from mindnlp_dp.language_modeling.preferences import log_probabilities_of_pairs, preference_loss
 
 PAD, END, VOCAB_SIZE, BETA = 0, 1, 40, 0.1
 LENGTH = 16
@@ -37,36 +38,25 @@ def pair(seed: int) -> dict[str, Any]:
     for name, answer in {"chosen": chosen, "rejected": rejected}.items():
         padding = LENGTH - len(prompt) - len(answer)
         sample[f"{name}_ids"] = np.array(prompt + answer + [PAD] * padding)
+        sample[f"{name}_mask"] = np.array([1] * (LENGTH - padding) + [0] * padding)
         # Only the answer's tokens count.
         sample[f"{name}_labels"] = np.array([-100] * len(prompt) + answer + [-100] * padding)
     return sample
 
 
-def log_probabilities(model: Any, ids: Any, labels: Any) -> Any:
-    """Return the log probability of each row's answer, the sum over its tokens, of shape (rows,)."""
-    logits = model(input_ids=ids, attention_mask=(ids != PAD).long()).logits[:, :-1]
-    counts, tokens = labels[:, 1:] != -100, ops.clamp(labels[:, 1:], min=0)
-    of_tokens = ops.gather(functional.log_softmax(logits, -1), 2, tokens.unsqueeze(-1)).squeeze(-1)
-    return (of_tokens * counts.to(of_tokens.dtype)).sum(-1)
-
-
-def preference_loss(model: Any, reference_model: Any, pairs: dict[str, Any]) -> tuple[Any, Any]:
+def dpo_loss(model: Any, reference_model: Any, pairs: dict[str, Any]) -> tuple[Any, Any]:
     """Return DPO's loss, the mean over the pairs, and by how much each prefers the chosen answer, of shape (pairs,).
 
     ``reference_model`` is frozen; None stands for the model without its adapters.
     """
-    ids = ops.cat((pairs["chosen_ids"], pairs["rejected_ids"]))
-    labels = ops.cat((pairs["chosen_labels"], pairs["rejected_labels"]))
-    policy = log_probabilities(model, ids, labels)
     with no_grad():
         if reference_model is not None:
-            reference = log_probabilities(reference_model, ids, labels)
+            reference, _ = log_probabilities_of_pairs(reference_model, pairs)
         else:
             with model.disable_adapter():
-                reference = log_probabilities(model, ids, labels)
-    gain, rows = policy - reference, ids.shape[0] // 2
-    margin = BETA * (gain[:rows] - gain[rows:])
-    return -functional.logsigmoid(margin).mean(), margin
+                reference, _ = log_probabilities_of_pairs(model, pairs)
+    losses, rewards = preference_loss("dpo", *log_probabilities_of_pairs(model, pairs), reference, beta=BETA)
+    return losses.mean(), rewards[0] - rewards[1]
 
 
 class DPOTrainer(dp.DataParallelTrainer):
@@ -75,7 +65,7 @@ class DPOTrainer(dp.DataParallelTrainer):
     reference: Any = None
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
-        loss, margin = preference_loss(model, self.reference, inputs)
+        loss, margin = dpo_loss(model, self.reference, inputs)
         return (loss, {"margin": margin}) if return_outputs else loss
 
 

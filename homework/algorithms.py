@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindnlp_dp.launch.run import LaunchError, run_measurement
+from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.report.outputs import write_outputs
 from theory.all_reduce import ALGORITHMS
 from theory.costs import CostModel, traffic

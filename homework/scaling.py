@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from algorithms import at_least
-from mindnlp_dp.launch.run import LaunchError, run_measurement
+from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.report.outputs import write_outputs
 from theory.speedup import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
 

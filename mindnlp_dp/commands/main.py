@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from mindnlp_dp.launch.options import (
     CommandParser,
     JobOptions,
     add_run_options,
+    non_negative,
     rendezvous_of,
 )
 from mindnlp_dp.launch.processes.reaper import adopting_orphans
@@ -28,18 +27,11 @@ from mindnlp_dp.launch.run import run_job
 from mindnlp_dp.runtime.printable import printable
 from mindnlp_dp.runtime.versions import __version__
 
-# Subcommands that became scripts in homework/ before version 0.1.0; to be removed with 0.2.0.
-MOVED = ("algorithms", "scaling")
-
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run a subcommand and return its exit code."""
     parser = _parser()
-    words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in MOVED:
-        script = ["python", f"homework/{words[0]}.py", *words[1:]]
-        parser.error(f"{words[0]} is a script of the repository now; type there: {shlex.join(script)}")
-    args, unknown = parser.parse_known_args(words)
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
         # The error shows the usage of the subcommand that was typed.
         getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -127,20 +119,11 @@ def _add_plan(commands: Any) -> None:
         "pipeline and experts; simulate the best, and print their time and memory, the reasons against the others, "
         "and the command to launch. Needs neither the cluster nor MindSpore.",
     )
-    plan.add_argument(
-        "--model", required=True, metavar="MODEL",
-        help="a name (roberta-large, gpt2-xl, llama-2-7b, qwen2-7b, gemma-2b, mixtral-8x7b ...), a config.json, a "
-        "folder with one, or a YAML of operators",
-    )  # fmt: skip
+    _add_model(plan)
     plan.add_argument(
         "--cluster", metavar="CLUSTER", help="ascend-910b-8, a100-80gb-8, v100-16gb-8, this-machine, or a YAML"
     )
-    plan.add_argument("--batch", type=_positive, required=True, metavar="B", help="samples an update, of all devices")
     plan.add_argument("--devices", type=_positive, metavar="N", help="so many of the cluster's kind")
-    plan.add_argument(
-        "--sequence", type=_positive, metavar="S", help="tokens a sample (default: the model's positions)"
-    )
-    _add_lora_rank(plan)
     plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2), help="of the optimizer (default: 1 where it helps)")
     plan.add_argument(
         "--fill", type=float, default=0.9, metavar="SHARE", help="of a device's memory that may be taken (default: 0.9)"
@@ -165,21 +148,11 @@ def _add_estimate(commands: Any) -> None:
         description="Print the memory that training needs on a device: weights, gradients, optimizer state and "
         "activations, these also with gradient checkpointing, for each mesh and ZeRO stage. Needs no MindSpore.",
     )
-    estimate.add_argument(
-        "--model", required=True, metavar="MODEL",
-        help="a name (bert-base, llama-2-7b, gemma-2b ...), a config.json, a folder with one, or a YAML of operators",
-    )  # fmt: skip
-    estimate.add_argument(
-        "--batch", type=_positive, required=True, metavar="B", help="samples an update, of all devices"
-    )
+    _add_model(estimate)
     estimate.add_argument(
         "--micro-batch-size", type=_positive, metavar="B",
         help="samples of a device at a time (default: all that it has; with stages, divided by their number)",
     )  # fmt: skip
-    estimate.add_argument(
-        "--sequence", type=_positive, metavar="S", help="tokens a sample (default: the model's positions)"
-    )
-    _add_lora_rank(estimate)
     estimate.add_argument(
         "--devices", type=_positive, default=1, metavar="N", help="devices: all in dp, tp, pp or ep (default: 1)"
     )
@@ -200,10 +173,9 @@ def _add_export(commands: Any) -> None:
         description="Write the language model of a run with its tokenizer into a new folder, which MindNLP and "
         "Transformers open. Adapters are merged into their model.",
     )
-    export.add_argument("output_dir", type=Path, metavar="OUT", help="a run's --output-dir, or a folder with a model")
+    _add_run(export)
     export.add_argument("destination", type=Path, metavar="DEST", help="the folder to write")
     export.add_argument("--merge-lora", action="store_true", help="merge the adapters into the model's weights")
-    _add_base(export)
     export.set_defaults(run=_export)
 
 
@@ -214,30 +186,38 @@ def _add_generate(commands: Any) -> None:
         description="Print what the language model of a run answers to PROMPT, by its most likely tokens, on one "
         "process. The prompt is written with the template of the training.",
     )
-    generate.add_argument("output_dir", type=Path, metavar="OUT", help="a run's --output-dir, or a folder with a model")
+    _add_run(generate)
     generate.add_argument("prompt", metavar="PROMPT", help="what the user says, or the beginning of a text")
     generate.add_argument(
         "--max-new-tokens", type=_positive, default=128, metavar="N", help="most tokens of the answer (default: 128)"
     )
     generate.add_argument(
-        "--temperature",
-        type=_temperature,
-        default=0.0,
-        metavar="T",
+        "--temperature", type=non_negative, default=0.0, metavar="T",
         help="sample at this temperature (default: 0: do not)",
-    )
+    )  # fmt: skip
     generate.add_argument("--raw", action="store_true", help="complete the prompt as typed, without a chat template")
-    _add_base(generate)
     generate.set_defaults(run=_generate)
 
 
-def _add_base(command: argparse.ArgumentParser) -> None:
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument("output_dir", type=Path, metavar="OUT", help="a run's --output-dir, or a folder with a model")
     command.add_argument(
         "--base", default="", metavar="MODEL", help="the model of the adapters (default: the one that they name)"
     )
 
 
-def _add_lora_rank(command: argparse.ArgumentParser) -> None:
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model", required=True, metavar="MODEL",
+        help="a name (roberta-large, gpt2-xl, llama-2-7b, qwen2-7b, gemma-2b, mixtral-8x7b ...), a config.json, a "
+        "folder with one, or a YAML of operators",
+    )  # fmt: skip
+    command.add_argument(
+        "--batch", type=_positive, required=True, metavar="B", help="samples an update, of all devices"
+    )
+    command.add_argument(
+        "--sequence", type=_positive, metavar="S", help="tokens a sample (default: the model's positions)"
+    )
     command.add_argument(
         "--lora-rank", type=_positive, metavar="R",
         help="train LoRA adapters of this rank in all products of the layers, all else being frozen",
@@ -248,16 +228,6 @@ def _positive(text: str) -> int:
     if not text.lstrip("-").isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text}")
     return int(text)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
-    return value
 
 
 def _numbers(text: str) -> list[int]:

@@ -58,7 +58,6 @@ class GradientAccumulator(abc.ABC):
         names, parameters: The parameters that the gradients belong to, and their names.
         group: The ranks that exchange gradients.
         total_weight: The weight of the last reduced window, summed over all ranks.
-        num_samples: The samples of that window that :meth:`count` was told of, summed over all ranks.
         num_skipped: The micro-batches of that window that ranks left out with :meth:`skip`, summed over all ranks.
         seconds: The seconds that the computing thread has spent on the exchange, waits for slower ranks included.
         num_bytes, num_calls: This rank's bytes of gradients given to the exchange so far, and its collective calls.
@@ -88,10 +87,6 @@ class GradientAccumulator(abc.ABC):
     @property
     @abc.abstractmethod
     def total_weight(self) -> float: ...
-
-    @property
-    @abc.abstractmethod
-    def num_samples(self) -> float: ...
 
     @property
     @abc.abstractmethod
@@ -158,10 +153,6 @@ class GradientAccumulator(abc.ABC):
         """Raise ValueError with the parameter's name if a parameter's shape has changed since construction."""
 
     @abc.abstractmethod
-    def count(self, num_samples: float) -> None:
-        """Count samples of this rank's window; the next reduce tells all ranks the number."""
-
-    @abc.abstractmethod
     def skip(self) -> None:
         """Leave out one micro-batch, such as one whose loss is NaN; the next reduce tells all ranks the number."""
 
@@ -193,7 +184,6 @@ class BufferedAccumulator(GradientAccumulator):
         self._shapes = [tuple(parameter.shape) for parameter in self.parameters]
         self._total_weight = 0.0
         self._num_skipped = 0
-        self._num_samples = 0.0
         self.channel = open_gradient_channel(self.group)
         self._sent_before = self.channel.bytes_sent or 0
         self._spans: list[tuple[str, float, float]] = []
@@ -201,16 +191,11 @@ class BufferedAccumulator(GradientAccumulator):
         self._hides = False
         self._weight = 0.0
         self._skipped = 0
-        self._samples = 0.0
         self._used = np.zeros(len(named), np.float32)
 
     @property
     def total_weight(self) -> float:
         return self._total_weight
-
-    @property
-    def num_samples(self) -> float:
-        return self._num_samples
 
     @property
     def num_skipped(self) -> int:
@@ -220,7 +205,7 @@ class BufferedAccumulator(GradientAccumulator):
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self._weight, self._samples, self._skipped = 0.0, 0.0, 0
+        self._weight, self._skipped = 0.0, 0
         self._used[:] = 0
         self._spans.clear()
         self._clear()
@@ -269,9 +254,6 @@ class BufferedAccumulator(GradientAccumulator):
             if gradient is not None:
                 self._put(index, gradient, weight)
 
-    def count(self, num_samples: float) -> None:
-        self._samples += num_samples
-
     def skip(self) -> None:
         self._skipped += 1
 
@@ -309,10 +291,10 @@ class BufferedAccumulator(GradientAccumulator):
 
         The sum of ``last_note`` comes last; it may be a tensor that a device is still computing.
         """
-        mine = np.array([self._weight, self._skipped, self._samples, *notes], np.float32)
+        mine = np.array([self._weight, self._skipped, *notes], np.float32)
         header = self.group.all_reduce_header(np.concatenate([self._used, mine]), last_note)
-        used, (weight, skipped, samples, *sums) = header[: len(self._used)], header[len(self._used) :]
-        self._total_weight, self._num_skipped, self._num_samples = float(weight), int(skipped), float(samples)
+        used, (weight, skipped, *sums) = header[: len(self._used)], header[len(self._used) :]
+        self._total_weight, self._num_skipped = float(weight), int(skipped)
         return used > 0, np.array(sums)
 
     def _average(self, used: np.ndarray) -> list[Optional[Any]]:
@@ -336,17 +318,21 @@ class BufferedAccumulator(GradientAccumulator):
 class MicroStep:
     """The result of one forward and backward pass on this rank.
 
-    Attributes:
-        loss: the mean loss of the micro-batch; if the exchange defers losses, perhaps a scalar tensor.
-        gradients: gradients in the order of the synchronizer's parameters; None if the micro-batch has no weight and
-            was not computed.
-        weight: the weight of the loss in the mean over ranks and micro-batches.
-        indices: indices of the samples, if known.
-        has_nonfinite_peer: whether the gradients contain NaN or infinity from another rank's loss; experts get
-            gradients from several ranks.
-        loss_replication: number of ranks that split this micro-batch. Each has the full loss, and the gradients of its
-            part times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
-        num_samples: number of samples in the micro-batch.
+        Attributes:
+            loss: the mean loss of the micro-batch; if the exchange defers losses, perhaps a scalar tensor.
+            gradients: gradients in the order of the synchronizer's parameters; None if the micro-batch has no weight and
+                was not computed.
+            weight: the weight of the loss in the mean over ranks and micro-batches.
+            indices: indices of the samples, if known.
+            has_nonfinite_peer: whether the gradients contain NaN or infinity from another rank's loss; experts get
+                gradients from several ranks.
+            loss_replication: number of ranks that split this micro-batch. Each has the full loss, and the gradients of its
+    <<<<<<< HEAD
+                part times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
+            num_samples: number of samples in the micro-batch.
+    =======
+                rows times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
+    >>>>>>> main
     """
 
     loss: Any
@@ -355,7 +341,6 @@ class MicroStep:
     indices: Optional[np.ndarray] = None
     has_nonfinite_peer: bool = False
     loss_replication: int = 1
-    num_samples: int = 0
 
     @classmethod
     def without_weight(cls, indices: Optional[np.ndarray] = None) -> MicroStep:

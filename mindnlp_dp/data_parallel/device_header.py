@@ -4,7 +4,7 @@ Losses stay on the device until then: whether one is NaN is a tensor, by which i
 gradient synchronizer calls it after it has launched the exchange of the buckets, so that the sum of squares of the
 averaged gradients, which clipping needs, is read together with the sums over the ranks::
 
-    summed over the ranks │ used parameters, weight │ skipped, samples, notes │ bad losses, changes, squares
+    summed over the ranks │ used parameters, weight │ skipped, notes │ bad losses, changes, squares
     of this rank          │ its losses
 
 Every rank clips by the same norm, even if each has computed the squares of the same gradients with other last bits, as

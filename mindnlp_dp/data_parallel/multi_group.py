@@ -42,10 +42,6 @@ class MultiGroupExchange(GradientAccumulator):
         return self.windows[0].total_weight
 
     @property
-    def num_samples(self) -> float:
-        return self.windows[0].num_samples
-
-    @property
     def num_skipped(self) -> int:
         return self.windows[0].num_skipped
 
@@ -59,9 +55,6 @@ class MultiGroupExchange(GradientAccumulator):
     def check_shapes(self) -> None:
         for window in self.windows:
             window.check_shapes()
-
-    def count(self, num_samples: float) -> None:
-        self.windows[0].count(num_samples)
 
     def skip(self) -> None:
         for window in self.windows:

@@ -273,12 +273,12 @@ class GradientSynchronizer(BufferedAccumulator):
         buckets = [bucket for bucket in self.buckets if isinstance(bucket, DeviceBucket) and bucket.has_result]
         values = self._header.exchange(
             self.group, np.append(self._used, np.float32(self._weight)),
-            np.array([self._skipped, self._samples, *notes], np.float32), changed=last_note,
+            np.array([self._skipped, *notes], np.float32), changed=last_note,
             squares=[bucket.sum_of_squares() for bucket in buckets],
             are_slices=any(bucket.is_scattered for bucket in buckets),
         )  # fmt: skip
-        skipped, samples, *theirs = values.sums
-        self._total_weight, self._num_samples = values.weight, float(samples)
+        skipped, *theirs = values.sums
+        self._total_weight = values.weight
         self._num_skipped = int(skipped) + values.num_bad
         self.losses, self.sum_of_squares = values.losses, values.sum_of_squares
         return values.used > 0, np.array([*theirs, values.num_bad, values.num_changed])

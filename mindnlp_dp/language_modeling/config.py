@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mindnlp_dp.finetuning.pretrained import check_weights
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, learning_rate_from_scratch, setting
 
 TEMPLATES = ("plain", "chatml", "alpaca", "tokenizer")
+OBJECTIVES = ("sft", "dpo", "ipo", "simpo", "orpo")
 FROM_SCRATCH = "tiny"
 
 
@@ -20,6 +22,11 @@ class LanguageModelingConfig(ParallelConfig):
     )
     test_file: str = setting("", "the held-out split, in the same form")
     template: str = setting("plain", "plain: prompt and completion; chatml; alpaca; tokenizer: the tokenizer's own")
+    objective: str = setting(
+        "sft", "sft: the texts; dpo, ipo, simpo or orpo: preferences, rows of prompt, chosen and rejected"
+    )
+    beta: float = setting(0.1, "how much the preferences count: beta of dpo, ipo and simpo, lambda of orpo")
+    simpo_gamma: float = setting(0.5, "simpo: the margin that the rewards of two answers should have")
     packing: bool = setting(False, "put several texts into one row of max_length tokens; none sees the others")
     output_dir: str = setting("outputs/finetune_llm", "output folder for the report, the plot and the model")
 
@@ -44,6 +51,8 @@ class LanguageModelingConfig(ParallelConfig):
     def usual_learning_rate(self) -> float:
         if self.model == FROM_SCRATCH:
             return learning_rate_from_scratch(3e-3, self.hidden_size)
+        if self.objective != "sft":
+            return 1e-5 if self.lora_rank else 1e-6
         return 2e-4 if self.lora_rank else 2e-5
 
     def validate(self) -> None:
@@ -54,6 +63,10 @@ class LanguageModelingConfig(ParallelConfig):
             raise InputError("--train-file and --test-file (or --test-fraction) must be given together")
         if self.test_file and self.test_fraction:
             raise InputError("--test-file and --test-fraction are two held-out splits; choose one")
+        if self.objective not in OBJECTIVES:
+            raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
+        if self.objective != "sft":
+            self._check_preferences()
         if self.template not in TEMPLATES:
             raise InputError(f"template must be one of {', '.join(TEMPLATES)}, got {self.template!r}")
         for name in ("max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_new_tokens"):
@@ -74,6 +87,22 @@ class LanguageModelingConfig(ParallelConfig):
             )
         if self.vocab_size < SMALLEST_VOCABULARY:
             raise InputError(f"vocab_size must be at least {SMALLEST_VOCABULARY}: bytes and special tokens")
+
+    def _check_preferences(self) -> None:
+        if not self.train_file:
+            raise InputError(f"objective {self.objective} needs --train-file, with prompt, chosen and rejected")
+        if self.packing:
+            raise InputError(
+                "packing is for the objective sft: preferences are compared by rows of one text; leave it out"
+            )
+        shards = [name for name in ("pp", "tp", "ep", "sp", "cp") if f"{name}=" in self.mesh]
+        if shards:
+            raise InputError(
+                f"preferences are trained with whole models, and --mesh has {shards[0]}; leave it out, or use dp alone "
+                "with --zero-stage 2 or --lora-rank"
+            )
+        if not 0 < self.beta < math.inf or not 0 <= self.simpo_gamma < math.inf:
+            raise InputError(f"beta must be positive, and simpo_gamma at least 0; got {self.beta}, {self.simpo_gamma}")
 
 
 # 256 bytes, and the special tokens of tokenization.py.

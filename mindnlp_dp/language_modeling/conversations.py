@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
@@ -14,7 +15,7 @@ from typing import Any, Optional
 from mindnlp_dp.finetuning.files import read_rows
 from mindnlp_dp.finetuning.files import shown as _shown
 from mindnlp_dp.finetuning.settings import InputError
-from mindnlp_dp.language_modeling.forms import KEYS, messages_of
+from mindnlp_dp.language_modeling.forms import KEYS, answers_of, messages_of
 
 ROLES = ("system", "user", "assistant", "tool")
 # Keys of a message beside its role and content. Only a tokenizer's own template can write those but "weight".
@@ -48,12 +49,14 @@ class Conversation(tuple[Message, ...]):
         where: the file and line, for errors.
         ignored: keys of the line that are not used.
         is_document: whether it is a text without roles, which is the content of its only message.
+        rejected: the same prompt with the answer that is not preferred, for training with preferences.
     """
 
     tools: Sequence[Any] = ()
     where: str = "a conversation"
     ignored: frozenset[str] = frozenset()
     is_document: bool = False
+    rejected: Optional[Conversation] = None
 
 
 def read_conversations(path: str) -> list[Conversation]:
@@ -96,6 +99,42 @@ def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
     conversation.is_document = is_document
     conversation.tools = _from_json(row.get("tools") or [], list, f"{where}: tools must be a list of functions")
     return conversation
+
+
+def read_preferences(path: str) -> list[Conversation]:
+    """Read a conversation, with its ``rejected`` twin, from each row: ``prompt``, ``chosen`` and ``rejected``.
+
+    They are texts, or lists of messages; without ``prompt``, it is what both answers begin with, as in TRL. Pairs of
+    equal answers are left out with a warning.
+
+    Raises:
+        InputError: as for :func:`read_conversations`.
+    """
+    found, num_equal = [], 0
+    for line, row in read_rows(path):
+        where = f"{path}, line {line}"
+        prompt, *answers = answers_of(row, where)
+        if answers[0] == answers[1]:
+            num_equal += 1
+            continue
+        pair = []
+        for answer in answers:
+            each = _conversation({**_others(row), "messages": [*prompt, *answer]}, where)
+            # What the assistant says in the prompt is not an answer.
+            messages = [replace(one, is_counted=one.is_counted and at >= len(prompt)) for at, one in enumerate(each)]
+            pair.append(Conversation(messages))
+            pair[-1].where, pair[-1].tools, pair[-1].ignored = where, each.tools, each.ignored
+        pair[0].rejected = pair[1]
+        found.append(pair[0])
+    if num_equal:
+        print(f"warning: {path}: in {num_equal} rows chosen equals rejected; they are left out", file=sys.stderr)
+    if not found:
+        raise InputError(f"{path} has no rows with two different answers")
+    return found
+
+
+def _others(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in ("prompt", "chosen", "rejected")}
 
 
 def only_last_counted(messages: Sequence[Message]) -> list[Message]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mindnlp_dp.finetuning.arguments import build_optimizer, callbacks, training
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
-from mindnlp_dp.language_modeling.rows import Collator
+from mindnlp_dp.language_modeling.rows import Collator, PairCollator
 from mindnlp_dp.language_modeling.task import (
     LanguageModelingTask,
     build_model,
@@ -47,7 +48,14 @@ def main() -> None:
         from mindnlp_dp.finetuning import job
 
         group, mesh = job.join(config)
-        args = training_arguments(config, mesh, prediction_loss_only=True, remove_unused_columns=False)
+        args = training_arguments(
+            config,
+            mesh,
+            prediction_loss_only=config.objective == "sft",
+            remove_unused_columns=False,
+            # The rewards of both answers are compared, and come with this column.
+            label_names=["labels" if config.objective == "sft" else "reference"],
+        )
         task = group.run_on_rank0(lambda: prepare_task(config, splits), "preparing the data")
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train), mesh.dp_group.world_size)
@@ -68,7 +76,8 @@ def train(
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     set_seed(config.seed)
-    collator = Collator(task.pad, config.packing)
+    collator = Collator(task.pad, config.packing) if config.objective == "sft" else PairCollator(task.pad)
+    trainer_class = dp.DataParallelTrainer
     # One process of each host downloads a pretrained model; the others read it from the cache.
     with args.main_process_first():
         model = build_model(config, task)
@@ -76,13 +85,25 @@ def train(
     with as_input_error():
         fuses = config.fused_cross_entropy
         with contextlib.suppress(*([ValueError] if fuses == "auto" else [])):
-            if fuses != "false":
+            if fuses != "false" and config.objective == "sft":
                 dp.fuse_cross_entropy(model)
+    if isinstance(collator, PairCollator):
+        # Imported here because it imports MindSpore.
+        from mindnlp_dp.language_modeling import preferences
+
+        if config.objective in preferences.WITH_REFERENCE:
+            # The model is not trained yet, also in a run that resumes.
+            both = [
+                preferences.with_reference(rows, model, collator, config.eval_batch_size)
+                for rows in (task.train, task.test)
+            ]
+            task = replace(task, train=both[0], test=both[1])
+        trainer_class = preferences.trainer_of(config.objective, config.beta, config.simpo_gamma)
     model = job.sharded(
         model, config, args, lambda: collator([task.train[number] for number in range(min(8, len(task.train)))])
     )
     recorder = TimeRecorder(len(task.train))
-    trainer = dp.DataParallelTrainer(
+    trainer = trainer_class(
         model,
         args,
         train_dataset=task.train,
@@ -102,7 +123,8 @@ def train(
     report = results.make_report(
         trainer, output, recorder, config, train_samples=len(task.train), eval_samples=len(task.test)
     )
-    report["perplexity"] = math.exp(min(report["eval_loss"], 80.0))
+    if config.objective == "sft":
+        report["perplexity"] = math.exp(min(report["eval_loss"], 80.0))
     try:
         if samples := complete(model, config, task):
             report["samples"] = samples
@@ -147,7 +169,16 @@ def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingT
 
 def summary(report: RunReport, folder: Path) -> str:
     """Return the report as the lines that are printed at the end of a run."""
-    evaluation = "perplexity {perplexity:.2f}, loss {eval_loss:.4f} on {eval_samples} rows".format_map(report)
+    evaluation = "loss {eval_loss:.4f} on {eval_samples} rows"
+    if "perplexity" in report:
+        evaluation = f"perplexity {{perplexity:.2f}}, {evaluation}"
+    found: dict[str, float] = next((row for row in reversed(report["history"]) if "eval_rewards/margins" in row), {})
+    evaluation = ", ".join(
+        [
+            evaluation.format_map(report),
+            *(f"{key[5:]} {found[key]:.4f}" for key in found if key.startswith("eval_rewards")),
+        ]
+    )
     lines = [results.summary(report, folder, evaluation)]
     lines += [f"{sample['prompt']!r} -> {sample['completion']!r}" for sample in report.get("samples", ())]
     return "\n".join(lines)

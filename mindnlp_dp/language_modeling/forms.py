@@ -36,6 +36,46 @@ def messages_of(row: Mapping[str, Any], where: str) -> Optional[list[Any]]:
     return None
 
 
+def answers_of(row: Mapping[str, Any], where: str) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the messages of a pair's prompt, of its chosen and of its rejected answer.
+
+    Raises:
+        InputError: a key is missing, an answer is empty, or texts and lists of messages are mixed.
+    """
+    given: dict[str, Any] = {key: row.get(key) for key in ("prompt", "chosen", "rejected")}
+    for key in ("chosen", "rejected"):
+        if not given[key] or (isinstance(given[key], str) and not given[key].strip()):
+            state = "is missing" if given[key] is None else "is empty"
+            raise InputError(f"{where}: {key} {state}; a preference has prompt, chosen and rejected; got {shown(row)}")
+    kinds = {type(value) for value in given.values() if value is not None}
+    if kinds not in ({str}, {list}):
+        raise InputError(
+            f"{where}: prompt, chosen and rejected must be all texts, or all lists of messages; got {shown(row)}"
+        )
+    prompt, chosen, rejected = given.values()
+    if prompt is None:
+        if chosen == rejected:
+            return [], chosen, rejected
+        prompt, chosen, rejected = _without_prompt(chosen, rejected, where)
+    if kinds == {str}:
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+        prompt = [{"role": "user", "content": prompt}]
+    return [*map(_message, prompt)], [*map(_message, chosen)], [*map(_message, rejected)]
+
+
+def _without_prompt(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
+    """Divide two texts, or lists of messages, into what both begin with and the rest of each."""
+    at = next((at for at, (one, other) in enumerate(zip(chosen, rejected)) if one != other), None)
+    if at is None:
+        raise InputError(f"{where}: one of chosen and rejected is the beginning of the other; add the key prompt")
+    if at and isinstance(chosen, str) and chosen[at - 1] == " ":
+        # A space belongs to the word after it, for many tokenizers.
+        at -= 1
+    if not at:
+        raise InputError(f"{where}: there is no prompt, and chosen and rejected do not begin alike; add the key prompt")
+    return chosen[:at], chosen[at:], rejected[at:]
+
+
 def _message(message: Any) -> Any:
     """Return a message of ShareGPT with the keys of the others; another one as it is."""
     if not isinstance(message, Mapping) or "from" not in message or "value" not in message:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
@@ -25,12 +25,14 @@ class TokenRows:
         ids, labels: (N,) all tokens, and their labels.
         texts: (N,) the number of the text within its row.
         bounds: (rows + 1,) where each row begins and the last one ends.
+        reference: (rows, 2) for pairs of answers, their log probabilities before training.
     """
 
     ids: np.ndarray
     labels: np.ndarray
     texts: np.ndarray
     bounds: np.ndarray
+    reference: Optional[np.ndarray] = None
 
     @classmethod
     def of(cls, encoded: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> TokenRows:
@@ -54,7 +56,8 @@ class TokenRows:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         at = slice(self.bounds[index], self.bounds[index + 1])
-        return {"input_ids": self.ids[at], "labels": self.labels[at], "texts": self.texts[at]}
+        row = {"input_ids": self.ids[at], "labels": self.labels[at], "texts": self.texts[at]}
+        return row if self.reference is None else {**row, "reference": self.reference[index]}
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
@@ -110,6 +113,25 @@ class Collator:
         places = np.arange(length)
         positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
         return {**batch, "attention_mask": mask, "position_ids": positions}
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """Makes a batch of rows that hold two texts each: the prompt with the chosen answer, and with the rejected one."""
+
+    pad: int
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+        length = max(int(np.bincount(row["texts"]).max()) for row in rows)
+        batch = {}
+        for number, name in enumerate(("chosen", "rejected")):
+            texts = [np.asarray(row["texts"]) == number for row in rows]
+            for column, key, value in (("ids", "input_ids", self.pad), ("labels", "labels", IGNORED)):
+                parts = [np.asarray(row[key])[text] for row, text in zip(rows, texts)]
+                batch[f"{name}_{column}"] = np.stack([_filled(part, length, value) for part in parts])
+            batch[f"{name}_mask"] = np.stack([_filled(np.ones(text.sum()), length, 0) for text in texts])
+        none = np.zeros(2, np.float32)
+        return {**batch, "reference": np.stack([row.get("reference", none) for row in rows])}
 
 
 def _filled(values: Any, length: int, value: int) -> np.ndarray:

@@ -20,7 +20,12 @@ from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.finetuning.tokenizers import as_pretrained, encoded_text, pretrained_tokenizer
 from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
-from mindnlp_dp.language_modeling.conversations import Conversation, read_conversations, topics_of_python
+from mindnlp_dp.language_modeling.conversations import (
+    Conversation,
+    read_conversations,
+    read_preferences,
+    topics_of_python,
+)
 from mindnlp_dp.language_modeling.rows import PACKABLE, TokenRows, pack
 from mindnlp_dp.language_modeling.tokenization import (
     BOS,
@@ -95,15 +100,16 @@ def read_splits(config: LanguageModelingConfig) -> ConversationSplits:
         train, test = topics_of_python()
         return ConversationSplits(_some(train, config), test)
     train, test = [], []
+    read_file = read_conversations if config.objective == "sft" else read_preferences
     for path, weight in weighted_files(config.train_file):
-        read = read_conversations(path)
+        read = read_file(path)
         if config.test_fraction:
             is_test = held_out(np.zeros(len(read), int), config.test_fraction, config.seed)
             test += [read[at] for at in np.flatnonzero(is_test)]
             read = [read[at] for at in np.flatnonzero(~is_test)]
         train += [read[at] for at in repeated(len(read), weight, config.seed)]
     for path, _ in weighted_files(config.test_file):
-        test += read_conversations(path)
+        test += read_file(path)
     return ConversationSplits(_some(train, config), test)
 
 
@@ -120,7 +126,11 @@ def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSpli
     read = read or read_splits(config)
     splits = read.train, read.test
     if config.model == FROM_SCRATCH:
-        texts = [message.content or "" for conversation in splits[0] for message in conversation]
+        texts = [
+            message.content or ""
+            for conversation in splits[0]
+            for message in (*conversation, *(conversation.rejected or ()))
+        ]
         tokenizer = _of_tiny_model(config, train_tokenizer(texts, config.vocab_size).to_str())
         added: list[str] = []
     else:
@@ -136,24 +146,33 @@ def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSpli
     num_truncated = num_without_labels = 0
     rows = []
     for conversations, name in zip(splits, ("training", "held-out")):
-        encoded = []
+        # A row is a text, or the two texts of a preference.
+        encoded: list[list[tuple[np.ndarray, np.ndarray, bool]]] = []
         for each in conversations:
             if each.is_document:
-                encoded += encode_document(each, fast, eos, config.max_length)
+                encoded += [[row] for row in encode_document(each, fast, eos, config.max_length)]
                 continue
             end_of_text = eos if end is None else None
             encoded.append(
-                encode(each, template, fast, end_of_text, config.max_length, adds_special_tokens=not has_own_marks)
+                [
+                    encode(text, template, fast, end_of_text, config.max_length, adds_special_tokens=not has_own_marks)
+                    for text in (each, each.rejected)
+                    if text is not None
+                ]
             )
-        num_truncated += sum(truncated for _, _, truncated in encoded)
-        kept = [(ids, labels) for ids, labels, _ in encoded if (labels >= 0).any()]
+        num_truncated += sum(truncated for row in encoded for _, _, truncated in row)
+        kept = [
+            [(ids, labels) for ids, labels, _ in row]
+            for row in encoded
+            if all((labels >= 0).any() for _, labels, _ in row)
+        ]
         num_without_labels += len(encoded) - len(kept)
         if not kept:
             raise InputError(f"no text of the {name} split has a completion within max_length ({config.max_length})")
-        places = [[number] for number in range(len(kept))]
         if config.packing:
-            places = pack([len(ids) for ids, _ in kept], config.max_length)
-        rows.append(TokenRows.of([[kept[number] for number in place] for place in places]))
+            places = pack([len(ids) for [(ids, _)] in kept], config.max_length)
+            kept = [[kept[number][0] for number in place] for place in places]
+        rows.append(TokenRows.of(kept))
     prompts = [
         _prompt(each, template, fast, adds_special_tokens=not has_own_marks)
         for each in [each for each in splits[1] if not each.is_document][: config.num_samples]

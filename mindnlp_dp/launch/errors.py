@@ -16,11 +16,7 @@ class TemporaryError(LaunchError):
     exit_code = 75
 
 
-class RendezvousTimeoutError(TemporaryError):
-    """Raised when the rendezvous of the job's hosts fails."""
-
-
-class LeaderLostError(RendezvousTimeoutError):
+class LeaderLostError(TemporaryError):
     """Raised on a host that has joined its job, when the first host is lost and does not return.
 
     The failure is the first host's, so what restarts hosts need not count this one.

@@ -67,6 +67,4 @@ class EventLoop:
 
     def sleep(self, seconds: float) -> None:
         """Wait for ``seconds``, whatever arrives."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            self.run_once(min(left, POLL_SECONDS))
+        self.run_until(lambda: False, seconds)

@@ -33,8 +33,6 @@ from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 from mindnlp_dp.launch.termination import Termination
 from mindnlp_dp.runtime.job_context import attempt_env
 
-__all__ = ["Job", "JobOptions"]
-
 
 class Job:
     """A command that the hosts of ``membership`` run together, with restarts."""
@@ -53,7 +51,7 @@ class Job:
         self._command, self._backend, self._membership, self._loop = list(command), backend, membership, loop
         self._log_dir, self._options, self._termination = log_dir, options, termination
         self._restart_policy = RestartPolicy(options.max_restarts, log_dir)
-        self._status_file = StatusFile()
+        self._status_file = StatusFile(self._restart_policy.failures)
         self._name = secrets.token_hex(8)
         self._number = 0
 
@@ -78,7 +76,7 @@ class Job:
                 continue
             if failure is None:
                 return 0
-            self._report(failure, hosts, attempt, seconds, result.has_shown_failure)
+            self._report(failure, hosts, attempt, seconds)
             # A job that was asked to end is not restarted.
             self._termination.end(is_saved=True)
             wait = self._restart_policy.after(failure, update=result.update, seconds=seconds)
@@ -99,7 +97,7 @@ class Job:
 
     def note_end(self, exit_code: int) -> None:
         """Write to the log folder that the job is over."""
-        self._status_file.end(exit_code, self._restart_policy.failures)
+        self._status_file.end(exit_code)
 
     def _next_attempt(self, hosts: Sequence[Host]) -> Attempt:
         membership = self._membership
@@ -143,41 +141,27 @@ class Job:
     def _start_and_monitor(self, hosts: Sequence[Host], attempt: Attempt) -> AttemptResult:
         """Start the ranks, monitor them, and end all that are left."""
         monitor = AttemptMonitor(
-            hosts, attempt, self._membership, self._restart_policy, self._status_file,
+            hosts, attempt, self._membership, self._status_file,
             loop=self._loop, options=self._options, termination=self._termination,
         )  # fmt: skip
         try:
             # The first host starts last: its mpirun asks the others for daemons, so they must know the attempt.
             for index, host in reversed(list(enumerate(hosts))):
                 host.start(replace(attempt, index=index))
-            reason = monitor.wait()
+            monitor.wait()
         finally:
             for host in hosts:
                 host.end()
-            self._status_file.write(Path(attempt.log_dir), take_snapshot(hosts, attempt), self._restart_policy.failures)
-        return monitor.result(reason)
+            self._status_file.write(Path(attempt.log_dir), take_snapshot(hosts, attempt))
+        return monitor.result()
 
-    def _report(
-        self,
-        failure: Failure,
-        hosts: Sequence[Host],
-        attempt: Attempt,
-        seconds: float,
-        has_shown_failure: bool,
-    ) -> None:
+    def _report(self, failure: Failure, hosts: Sequence[Host], attempt: Attempt, seconds: float) -> None:
         host = _host_of(failure.rank, hosts, attempt)
-        where = host.name if host is not None and len(hosts) > 1 else ""
-        log_tail = host.tail(failure.rank) if host is not None and failure.rank is not None else ""
-        report_failure(
-            failure,
-            Path(attempt.log_dir),
-            attempt.num_ranks,
-            seconds,
-            where=where,
-            log_tail=log_tail,
-            shown=self._options.tee,
-            has_shown_failure=has_shown_failure,
-        )
+        where = f" on {host.name}" if host is not None and len(hosts) > 1 else ""
+        # Rank 0's output is shown as it is written.
+        is_shown = failure.rank == 0 and self._options.tee != "none"
+        log_tail = host.tail(failure.rank) if host is not None and failure.rank is not None and not is_shown else ""
+        report_failure(failure, attempt, seconds, where=where, log_tail=log_tail)
 
 
 def _host_of(rank: Optional[int], hosts: Sequence[Host], attempt: Attempt) -> Optional[Host]:

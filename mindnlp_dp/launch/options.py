@@ -46,7 +46,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         f"{RESTARTS_OF_ELASTIC_JOBS} for an elastic job)",
     )  # fmt: skip
     add(
-        "--hang-timeout", type=_seconds, default=JobOptions.hang_timeout, metavar="SECONDS",
+        "--hang-timeout", type=non_negative, default=JobOptions.hang_timeout, metavar="SECONDS",
         help="end the job, and say which rank waits for which, when no rank has made progress for SECONDS; 0: "
         "never (default: 1800)",
     )  # fmt: skip
@@ -57,11 +57,11 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         f"never (default: {JobOptions.log_mb})",
     )  # fmt: skip
     add(
-        "--grow-after", type=_seconds, default=JobOptions.grow_after, metavar="SECONDS",
+        "--grow-after", type=non_negative, default=JobOptions.grow_after, metavar="SECONDS",
         help="an elastic job replaces a lost rank after SECONDS (default: 60)",
     )  # fmt: skip
     add(
-        "--grace-period", type=_seconds, default=JobOptions.grace_period, metavar="SECONDS",
+        "--grace-period", type=non_negative, default=JobOptions.grace_period, metavar="SECONDS",
         help="at SIGTERM or SIGHUP, wait so long for a checkpoint, which dp.DataParallelTrainer writes at its next "
         "update and dp.FunctionalRun at its next save(), before ranks are ended; 0: end them at once (default: 30)",
     )  # fmt: skip
@@ -158,12 +158,8 @@ def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
         conf = _conf(args.rdzv_conf)
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    return Rendezvous(
-        host, port, token, args.rdzv_id,
-        join_timeout=conf.get("join_timeout", Rendezvous.join_timeout),
-        last_call_timeout=conf.get("last_call_timeout", Rendezvous.last_call_timeout),
-        lost_after=conf.get("keep_alive_interval", 2.0) * conf.get("keep_alive_max_attempt", 5.0),
-    )  # fmt: skip
+    lost_after = conf.pop("keep_alive_interval", 2.0) * conf.pop("keep_alive_max_attempt", 5.0)
+    return Rendezvous(host, port, token, args.rdzv_id, lost_after=lost_after, **conf)
 
 
 def _check_this_is_the_host(node_rank: int, endpoint: Optional[str]) -> None:
@@ -217,14 +213,15 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def non_negative(text: str) -> float:
+    """Parse a number of at least 0, for :mod:`argparse`."""
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds of at least 0, got {text}")
-    return seconds
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return number
 
 
 _ELSEWHERE = "every rank's output goes to worker_R.log in --log-dir; --tee 0, all or none says whose is shown"

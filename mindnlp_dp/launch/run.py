@@ -42,10 +42,6 @@ from mindnlp_dp.runtime.devices import (
 from mindnlp_dp.runtime.launch_env import node_rank_of
 from mindnlp_dp.runtime.versions import __version__
 
-__all__ = ["HANG_TIMEOUT_SECONDS", "JobOptions", "LaunchError", "run_job"]
-
-HANG_TIMEOUT_SECONDS = JobOptions.hang_timeout
-
 
 def run_job(
     nproc: Union[int, MinMax],
@@ -71,7 +67,7 @@ def run_job(
     environ = dict(os.environ)
     python = environ.get(PYTHON_VARIABLE)
     if python and shutil.which(python) is None:
-        raise LaunchError(f"{PYTHON_VARIABLE} names {python}, which is no program")
+        raise LaunchError(f"{PYTHON_VARIABLE} names {python}, which is not a program")
     backend, device = _backend_and_device(backend, environ)
     # The launcher and its ranks read the device here only, so that they agree.
     environ["DEVICE_TARGET"] = device

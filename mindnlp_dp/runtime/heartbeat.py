@@ -4,7 +4,7 @@ Each rank writes its record when it does something or begins to wait in a collec
 launcher reads the records while ranks are busy or hang: a rank that hangs cannot answer, but its last record is still
 there. The file is in the launcher's own folder in memory (:class:`~mindnlp_dp.runtime.scratch_dir.ScratchDir`).
 
-The functions of this module belong to one :class:`HeartbeatWriter`, which writes to nobody's memory until
+The functions of this module belong to one :class:`HeartbeatWriter`, which writes to memory of this process only until
 :func:`report_to` is called. Times are CLOCK_MONOTONIC's, which all processes of a host share.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Optional, Union
 
 # The fields of RankHeartbeat up to blocked_in, and the metrics of _SPEED, which are NaN if unknown.
-_FORMAT = struct.Struct("<QQQQqQ?7x4d96s4d")
+_FORMAT = struct.Struct("<QQQQqQ?7x3d96s4d")
 _SPEED = ("step_seconds", "samples_per_second", "input_tokens_per_second", "mfu")
 # At the record's end: time of the script's end, exit code, whether the rank gave up waiting for another rank, and,
 # written last, how far its end has come: 0 while the script runs, 1 when its main thread has ended, 2 with all threads.
@@ -46,7 +46,6 @@ class RankHeartbeat:
     changed: float = 0.0  # time of its last report
     since: float = 0.0  # time when it began to wait for others; 0 if it does not wait
     loss: float = float("nan")  # of its last update; NaN before
-    samples: float = 0.0  # number of samples that all ranks have trained on
     blocked_in: str = ""  # name of the call that it waits in; "" if it does not wait
     speed: Mapping[str, float] = field(default_factory=dict)  # the last log line's (docs/metrics.md)
     exit_code: Optional[int] = None  # of its script; None until the main thread has ended
@@ -111,16 +110,17 @@ class HeartbeatWriter:
         self.after_update: Callable[[], None] = lambda: None
         self._thread, self._pid = threading.get_ident(), os.getpid()
         self._changes, self._update, self._has_joined, self._saved = 0, 0, False, 0
-        self._since, self._loss, self._samples, self._waits_in = 0.0, float("nan"), 0.0, b""
+        self._since, self._loss, self._waits_in = 0.0, float("nan"), b""
         self._speed = [float("nan")] * len(_SPEED)
 
-    def report_to(self, path: Path, rank: int) -> None:
-        """Report this process's progress to a file from now on."""
+    def report_to(self, path: Path, rank: int) -> mmap.mmap:
+        """Report this process's progress to a file from now on, and return the memory of all ranks."""
         with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
+            self._memory = memory = mmap.mmap(file.fileno(), 0)
         self._begin, self._thread, self._pid = rank * RECORD_BYTES, threading.get_ident(), os.getpid()
         self._born = state_and_birth_of(self._pid)[1]
         self.step()
+        return memory
 
     def step(self) -> None:
         """Report that this rank has done something."""
@@ -128,7 +128,7 @@ class HeartbeatWriter:
         # Packed first, because pack_into writes zeros first, and to a reader they mean that this rank has not begun.
         self._memory[self._begin : self._begin + _FORMAT.size] = _FORMAT.pack(
             self._changes, self._pid, self._born, self._thread, self._update, self._saved, self._has_joined,
-            time.monotonic(), self._since, self._loss, self._samples, self._waits_in, *self._speed,
+            time.monotonic(), self._since, self._loss, self._waits_in, *self._speed,
         )  # fmt: skip
 
     def mark_joined(self) -> None:
@@ -152,12 +152,11 @@ class HeartbeatWriter:
         self._saved = request
         self.step()
 
-    def finish_update(self, update: int, losses: Sequence[tuple[float, float]], samples: float) -> None:
-        """Report that update ``update - 1`` is done: this rank's losses with their weights, and all ranks' samples."""
+    def finish_update(self, update: int, losses: Sequence[tuple[float, float]]) -> None:
+        """Report that update ``update - 1`` is done: this rank's losses with their weights."""
         self._update = update
         weight = sum(weight for _, weight in losses)
         self._loss = sum(loss * weight for loss, weight in losses) / weight if weight else self._loss
-        self._samples += samples
         self.step()
         self.after_update()
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from mindnlp_dp.communication.batch_across_ranks import BatchAcrossRanks
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.batches import num_rows_of, streams_of
+from mindnlp_dp.data.batches import streams_of
 from mindnlp_dp.data.loss_weight import checked_weight
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
@@ -114,11 +114,8 @@ class ForwardBackward:
                 # The loss of a dummy batch belongs to another rank.
                 loss = self._loss_now_or_later(loss) if weight > 0 else 0.0
                 has_bad_peer = self.model.has_nonfinite_peer(loss) | self.across_ranks.has_nonfinite_peer(loss)
-                num_samples = num_rows_of(mine) if weight > 0 else 0
-                yield MicroStep(
-                    loss, gradients, weight, _indices(batch), has_bad_peer,
-                    loss_replication=self.model.loss_replication, num_samples=num_samples,
-                )  # fmt: skip
+                replication = self.model.loss_replication
+                yield MicroStep(loss, gradients, weight, _indices(batch), has_bad_peer, loss_replication=replication)
             elif mine is not None:
                 yield MicroStep.without_weight(_indices(mine))
             if weight > 0:

@@ -97,7 +97,7 @@ class TrainStep:
         for loss, weight in losses:
             self.losses.add(loss, weight)
         sync.repack_if_learned()
-        heartbeat.finish_update(step + 1, losses, sync.num_samples)
+        heartbeat.finish_update(step + 1, losses)
         return result.norm
 
     def _complete_update(self) -> None:
@@ -131,7 +131,6 @@ class TrainStep:
         try:
             for micro in micro_steps:
                 heartbeat.step()
-                sync.count(micro.num_samples / micro.loss_replication)
                 if micro.gradients is None:
                     sync.skip()
                     continue

@@ -108,11 +108,11 @@ class Job:
 
     def wait_for_an_update(self) -> bool:
         """Wait until all ranks have joined and one has made an update; return False if the job has ended."""
-        before = {rank.pid: rank.samples for rank in self.ranks()}
+        before = {rank.pid: rank.update for rank in self.ranks()}
         while self.launcher.poll() is None:
             ranks = self.ranks()
             have_met = bool(ranks) and all(rank.has_joined for rank in ranks)
-            if have_met and any(rank.samples > before.get(rank.pid, 0) for rank in ranks):
+            if have_met and any(rank.update > before.get(rank.pid, 0) for rank in ranks):
                 return True
             time.sleep(0.02)
         return False

@@ -1,4 +1,4 @@
-"""Test that a job leaves no process, file or folder behind, however it ends, and touches nobody else's."""
+"""Test that no process, file or folder of a job remains, however it ends, and that it touches no other process."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_children_of_ranks_end_before_a_restart_after_mpirun_was_killed(tmp_path
 def test_children_that_outlive_a_job_that_succeeds_are_ended_and_named(tmp_path, backend):
     job = run_job(tmp_path, HEAD, backend=backend)
     assert job.exit_code == 0, job.output
-    assert "the script has left processes behind, which are ended: sleep" in job.output
+    assert "processes that the script has started still run, and are ended: sleep" in job.output
     assert children(tmp_path) == []
 
 
@@ -125,7 +125,7 @@ IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'here_{rank}', '
     ],
 )  # fmt: skip
 def test_nothing_outlives_a_launcher_that_was_killed(tmp_path, backend, number):
-    # A process without the environment, in a session of its own, is found only by a launcher that lives.
+    # A process without the environment, in its own session, is found only by a launcher that lives.
     script = HEAD.replace('child(f"child_{rank}_without', '0 and child(f"child_{rank}_without') + IGNORES
     launcher = start_job(tmp_path, script, backend=backend, stdout=subprocess.DEVNULL)
     wait_for_files(tmp_path, "here_*")
@@ -291,6 +291,21 @@ def test_sigterm_ends_a_launcher_whose_output_is_not_read(tmp_path):
 def test_what_a_thread_prints_after_the_main_thread_is_shown(tmp_path):
     job = run_job(tmp_path, THREAD.format(seconds=1, end="pass"), nproc=1)
     assert (job.exit_code, job.output) == (0, "the main thread has ended\nfrom the thread\nfrom a child\n")
+
+
+def test_a_process_of_mindspores_cluster_ends_after_the_scripts_of_all_ranks(tmp_path):
+    """Check that what MCCL's threads have not sent at the end of a script still reaches the other ranks."""
+    script = """
+        import os, time
+        from pathlib import Path
+        if os.environ["MS_NODE_ID"] == "0":
+            Path("pid").write_text(str(os.getpid()))
+        else:
+            time.sleep(2)
+            os.kill(int(Path("pid").read_text()), 0)
+            assert Path("/proc", Path("pid").read_text(), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    """
+    assert run_job(tmp_path, script, backend="mindspore").exit_code == 0
 
 
 def test_a_working_folder_that_is_gone_is_said_so(tmp_path):

@@ -108,7 +108,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.runtime import heartbeat
 group = dp.init_process_group()
 for step in range(150):
-    heartbeat.finish_update(step + 1, [], 1)
+    heartbeat.finish_update(step + 1, [])
     time.sleep(0.02)
     if step == 100 and group.is_main:
         open("began", "w").close()

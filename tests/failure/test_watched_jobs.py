@@ -162,6 +162,7 @@ else:
 )
 def test_ranks_that_have_left_end_a_job_whose_mpirun_does_not(tmp_path, monkeypatch, capsys, end, expected):
     monkeypatch.setattr(attempt_monitor, "_LEAVE_SECONDS", 1.0)
+    monkeypatch.setattr(attempt_monitor, "_PARENT_SECONDS", 0.5)
     (tmp_path / "script.py").write_text(STOPS_MPIRUN + end)
     found = launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs")
     exit_code, said = expected
@@ -169,7 +170,7 @@ def test_ranks_that_have_left_end_a_job_whose_mpirun_does_not(tmp_path, monkeypa
     assert_nothing_is_left(tmp_path / "logs")
 
 
-def test_who_is_slow_does_not_hang(tmp_path):
+def test_a_slow_rank_is_not_a_hang(tmp_path):
     """Slow but fine: work that reports, work that no rank waits for, imports before joining, a stopped launcher."""
     work = "for _ in range(60):\n    time.sleep(0.1)\n    group.all_reduce(x)\n"
     alone = "time.sleep(6 - group.rank)\nprint('done')\n"
@@ -224,7 +225,7 @@ MPI.COMM_WORLD.barrier()
 
 
 @pytest.mark.parametrize("tee", [pytest.param("0", marks=pytest.mark.slow), pytest.param("all", marks=core)])
-def test_who_does_not_read_keeps_no_failure_from_being_seen(tmp_path, tee):
+def test_unread_output_delays_no_failure(tmp_path, tee):
     """Nothing reads the output, as after Ctrl-S in a terminal, or in a pager that shows its first page."""
     record = tmp_path / "logs/failures.jsonl"
     launcher = start_job(
@@ -258,7 +259,7 @@ for update in range(20):
         print(MPI.COMM_WORLD.rank, update, line, 100 * "x")
     os.system("echo of a child")
     time.sleep(0.1)
-    heartbeat.finish_update(update + 1, [], 1)
+    heartbeat.finish_update(update + 1, [])
 print("the end")
 """
 
@@ -266,7 +267,7 @@ print("the end")
 @pytest.mark.parametrize(
     ("megabytes", "files"), [pytest.param(1, 2, marks=core), pytest.param(0, 1, marks=pytest.mark.slow)]
 )
-def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, megabytes, files):
+def test_rotated_logs_are_shown_completely(tmp_path, megabytes, files):
     exit_code, output = run_job(tmp_path, "--log-mb", megabytes, LINES)
     assert exit_code == 0
     lines = output.splitlines()
@@ -278,7 +279,7 @@ def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, mega
         assert len(sizes) == files
         if megabytes:
             assert sum(sizes) < 3 << 20
-    # The next job has a folder of its own.
+    # The next job has its own folder.
     run_job(tmp_path, "print('again')\n")
     assert len(list((tmp_path / "logs/latest").glob("worker_*.log*"))) == 2
     assert len(list((tmp_path / "logs/attempt_0").glob("worker_*.log*"))) == 2 * files
@@ -287,7 +288,7 @@ def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, mega
 @pytest.mark.parametrize(
     ("tee", "expected"), [("0", {"from 0"}), ("all", {"[0] from 0", "[1] from 1"}), ("none", set())]
 )
-def test_whose_output_is_shown(tmp_path, tee, expected):
+def test_tee_says_whose_output_is_shown(tmp_path, tee, expected):
     script = "from mpi4py import MPI\nprint('from', MPI.COMM_WORLD.rank, flush=True)\nMPI.COMM_WORLD.barrier()\n"
     exit_code, output = run_job(tmp_path, "--tee", tee, script)
     assert exit_code == 0
@@ -305,7 +306,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_a_job_that_is_restarted_ends_as_if_nothing_had_been(tmp_path, undisturbed, backend):
+def test_a_restarted_job_ends_like_one_without_a_failure(tmp_path, undisturbed, backend):
     """One rank is killed once, in update 8, after the checkpoint of update 6."""
     exit_code, output = run_job(
         tmp_path, "--max-restarts", 2, INTERRUPTIBLE, tmp_path, "--stop-at", 8, "--on-rank", 1, "--once",
@@ -373,7 +374,7 @@ def test_an_exit_code_is_known_without_the_log_folder(tmp_path):
     assert "before its ranks started" not in job.output
 
 
-def test_an_mpirun_that_says_that_all_is_well_and_has_started_nobody(tmp_path, monkeypatch, capsys):
+def test_an_mpirun_that_exits_with_0_and_has_started_no_rank(tmp_path, monkeypatch, capsys):
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\nexit 0\n")
     mpirun.chmod(0o755)
@@ -401,7 +402,7 @@ def test_a_job_without_standard_streams_runs(tmp_path, closed):
     assert len(list(tmp_path.glob("here_*"))) == 2
 
 
-def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
+def test_a_restart_does_not_resume_another_runs_checkpoint(tmp_path):
     """A run that starts again in a folder ignores the checkpoints of an earlier run, and so do its restarts."""
     from mindnlp_dp.checkpoint.directory import choose_checkpoint
     from mindnlp_dp.checkpoint.manifest import job_of

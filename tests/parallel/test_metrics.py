@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from library import TrainerCallback, is_0_5, optim, settings_here
+from library import TrainerCallback, is_0_5, settings_here
 
 import mindnlp_dp as dp
 from mindnlp_dp.runtime import heartbeat
@@ -35,30 +35,6 @@ class Sleep(TrainerCallback):
 
 def rows_of(trainer):
     return [row for row in trainer.state.log_history if "loss" in row]
-
-
-class Heavy(dp.DataParallelTrainer):
-    """A Trainer whose losses weigh another number than that of the rows."""
-
-    def loss_weight(self, inputs):
-        return 1000.0 * len(inputs["labels"])
-
-
-def test_the_heartbeat_counts_rows_and_not_loss_weights(group, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(heartbeat, "finish_update", lambda update, losses, samples: told.append(samples))
-    settings = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "num_train_epochs": 1}
-    train(tiny_roberta(), Rows(25), tmp_path, trainer_class=Heavy, **settings)
-    assert sum(told) == 25
-    told.clear()
-    model = tiny_roberta()
-    step = dp.make_train_step(
-        lambda input_ids, labels: model(input_ids=input_ids, labels=labels).loss,
-        optim.SGD(model.parameters(), lr=0.1), list(model.parameters()), model=model, weight_of=lambda batch: 7.5,
-    )  # fmt: skip
-    for window in dp.make_loader(Rows(25), 3, columns=["input_ids", "label"]).windows():
-        step(window[0])
-    assert sum(told) == 25
 
 
 @pytest.mark.core

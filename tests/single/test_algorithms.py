@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from algorithms import plot, table_rows
-from mindnlp_dp.commands.main import MOVED, main
 from theory.all_reduce import ALGORITHMS, ParameterServer, broadcast, parameter_server_all_reduce, reduce
 from theory.costs import CostModel, fit, traffic
 from theory.endpoint import run_ranks
@@ -285,13 +284,3 @@ def test_the_script_compares_the_algorithms(tmp_path):
     assert len(rows) == len(ALGORITHMS) * 2 * 2
     assert all(row["equals_formula"] and row["seconds"] > 0 and row["predicted_seconds"] > 0 for row in rows)
     assert (tmp_path / "out" / "plot.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_the_former_subcommand_says_what_to_type(name, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([name, "--nproc", "4"])
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"mindnlp-dp: error: {name} is a script of the repository now; type there: python homework/{name}.py --nproc 4"
-    )
-    assert (HOMEWORK / f"{name}.py").exists()

@@ -55,7 +55,7 @@ def read_all(descriptor, found):
         found.append(part)
 
 
-def test_what_nobody_reads_keeps_nobody_waiting_and_is_not_lost(pipe):
+def test_unread_output_blocks_no_writer_and_is_not_lost(pipe):
     reading, writing = pipe
     text, found = os.urandom(MORE_THAN_A_PIPE_TAKES), []
     output = Output(writing)
@@ -70,14 +70,14 @@ def test_what_nobody_reads_keeps_nobody_waiting_and_is_not_lost(pipe):
     assert b"".join(found) == text
 
 
-def test_others_who_have_the_pipe_wait_as_ever(pipe):
+def test_other_processes_with_the_same_pipe_still_block(pipe):
     output = Output(pipe[1])
     assert os.get_blocking(pipe[1])
     output.close()
     os.write(pipe[1], b"still open")
 
 
-def test_a_socket_that_nobody_reads():
+def test_unread_output_to_a_socket():
     """Write to a socket, which systemd or Node.js use as the output of their child processes."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -114,7 +114,7 @@ def test_a_disk_that_is_full_for_a_while():
         output.close()
 
 
-def test_who_does_not_read_errors_keeps_no_output_from_a_file(tmp_path, pipe):
+def test_unread_standard_error_does_not_block_standard_output(tmp_path, pipe):
     """Check ``mindnlp-dp run ... > file`` on a stopped terminal, which does not read errors."""
     (tmp_path / "worker_0.log").write_text("a line\n")
     error = sys.stderr
@@ -122,7 +122,7 @@ def test_who_does_not_read_errors_keeps_no_output_from_a_file(tmp_path, pipe):
         sys.stderr = open(pipe[1], "w", closefd=False)  # noqa: SIM115
         with open(tmp_path / "file", "w") as file, standard_output(file.fileno()), BackgroundOutput():
             print("x" * MORE_THAN_A_PIPE_TAKES, file=sys.stderr)
-            console = Console(tmp_path, 1, "0", 0, EventLoop())
+            console = Console(tmp_path, 1, "0", EventLoop())
             console.show_all(lambda: False)
             console.close()
             stop_waiting_for_readers()
@@ -131,7 +131,7 @@ def test_who_does_not_read_errors_keeps_no_output_from_a_file(tmp_path, pipe):
     assert (tmp_path / "file").read_text() == "a line\n"
 
 
-def test_draining_comes_to_an_end(pipe):
+def test_drain_returns_at_the_end(pipe):
     output = Output(pipe[1])
     output.write(bytes(MORE_THAN_A_PIPE_TAKES))
     assert not output.drain(0.05)
@@ -182,11 +182,11 @@ def test_a_file_is_written_where_its_end_is(tmp_path):
         print("before", flush=True)
         with BackgroundOutput():
             print("within")
-        print("behind", flush=True)
-    assert (tmp_path / "file").read_text() == "before\nwithin\nbehind\n"
+        print("after", flush=True)
+    assert (tmp_path / "file").read_text() == "before\nwithin\nafter\n"
 
 
-def test_streams_without_a_descriptor_stay_what_they_are(capsys):
+def test_streams_without_a_descriptor_are_unchanged(capsys):
     out = sys.stdout
     with BackgroundOutput():
         print("captured")
@@ -194,10 +194,10 @@ def test_streams_without_a_descriptor_stay_what_they_are(capsys):
     assert capsys.readouterr().out == "captured\n"
 
 
-def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, pipe, capsys):
+def test_a_reader_that_is_gone_does_not_end_the_job(tmp_path, pipe, capsys):
     os.close(pipe[0])
     with standard_output(pipe[1]), BackgroundOutput():
-        console = Console(tmp_path, 1, "0", 0, EventLoop())
+        console = Console(tmp_path, 1, "0", EventLoop())
         (tmp_path / "worker_0.log").write_text("a line\n")
         console.show()
         (tmp_path / "worker_0.log").write_text("a line\nanother\n")
@@ -208,12 +208,12 @@ def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, pipe, capsy
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_closed_standard_stream_ends_nothing(tmp_path, monkeypatch, stream):
+def test_a_closed_standard_stream_does_not_end_the_job(tmp_path, monkeypatch, stream):
     (tmp_path / "worker_0.log").write_text("a line\n")
     monkeypatch.setattr(sys, stream, None)
     with BackgroundOutput():
         print("a message", file=sys.stderr)
-        console = Console(tmp_path, 1, "0", 0, EventLoop())
+        console = Console(tmp_path, 1, "0", EventLoop())
         console.show_all(lambda: False)
         console.close()
 
@@ -223,7 +223,7 @@ def test_streams_of_text_such_as_a_notebooks_get_the_ranks_output(tmp_path):
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         with BackgroundOutput():
-            console = Console(tmp_path, 1, "0", 0, EventLoop())
+            console = Console(tmp_path, 1, "0", EventLoop())
             console.show_all(lambda: False)
             console.close()
             print("a message", file=sys.stderr)
@@ -237,7 +237,7 @@ def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
     (tmp_path / "worker_0.log").write_text("".join(lines) + "its last")
     found = []
     with standard_output(pipe[1]), BackgroundOutput():
-        console = Console(tmp_path, 1, tee, 0, EventLoop())
+        console = Console(tmp_path, 1, tee, EventLoop())
         for _ in range(10):
             console.show()
         held = sum(len(output._pending) for output in (sys.stdout.buffer,))
@@ -258,16 +258,16 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
     found, slept = [], []
 
     def read_once_it_was_asked(stream):
-        was_behind = has_unwritten(stream)
+        is_unread = has_unwritten(stream)
         if slept:
             slept.clear()
             while has_unwritten(stream):
                 found.append(os.read(pipe[0], 1 << 20))
-        return was_behind
+        return is_unread
 
     monkeypatch.setattr("mindnlp_dp.launch.monitor.console.has_unwritten", read_once_it_was_asked)
     with standard_output(pipe[1]), BackgroundOutput():
-        console = Console(tmp_path, 1, "0", 0, SimpleNamespace(run_once=slept.append))
+        console = Console(tmp_path, 1, "0", SimpleNamespace(run_once=slept.append))
         console.show_all(lambda: False)
         found.append(os.read(pipe[0], 1 << 20))
         # Check this before close(), which waits for the reader for one second only.
@@ -278,7 +278,7 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
 def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
     (tmp_path / "worker_0.log").write_text("x" * (5 << 20) + "\nits last\nand no more")
     with BackgroundOutput():
-        console = Console(tmp_path, 1, "all", 0, EventLoop())
+        console = Console(tmp_path, 1, "all", EventLoop())
         console.show_all(lambda: False)
         with open(tmp_path / "worker_0.log", "a") as log:
             log.write(" but this")
@@ -288,7 +288,7 @@ def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
     assert said.endswith(b"\n[0] its last\n[0] and no more but this\n")
 
 
-def test_ctrl_c_while_nobody_reads_a_job_that_went_well(tmp_path, pipe):
+def test_ctrl_c_ends_the_wait_for_a_reader_after_success(tmp_path, pipe):
     (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
     waits = []
 
@@ -298,15 +298,15 @@ def test_ctrl_c_while_nobody_reads_a_job_that_went_well(tmp_path, pipe):
             raise KeyboardInterrupt
 
     with standard_output(pipe[1]), BackgroundOutput():
-        console = Console(tmp_path, 1, "0", 0, SimpleNamespace(run_once=interrupt_once, sleep=time.sleep))
+        console = Console(tmp_path, 1, "0", SimpleNamespace(run_once=interrupt_once, sleep=time.sleep))
         console.show_all(lambda: False)
         console.close()
 
 
-def test_a_try_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
+def test_an_attempt_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
     (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
     with standard_output(pipe[1]), BackgroundOutput():
-        console = Console(tmp_path, 1, "0", 0, EventLoop())
+        console = Console(tmp_path, 1, "0", EventLoop())
         console.show()
         console.close()
         stop_waiting_for_readers()

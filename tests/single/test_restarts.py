@@ -30,21 +30,21 @@ def waits(tmp_path, updates, most=100):
     return [restarts.after(FAILURE, update=update, seconds=1.0) for update in updates], restarts
 
 
-def test_three_in_a_row_that_got_nowhere_are_one_too_many(tmp_path):
+def test_no_restart_after_three_attempts_without_an_update(tmp_path):
     found, restarts = waits(tmp_path, [0, 0, 0])
     assert found == [1.0, 2.0, None]
     assert restarts.why_not == "3 attempts in a row have not finished a single update"
     assert [json.loads(line)["waits"] for line in (tmp_path / RECORD).read_text().splitlines()] == found
 
 
-def test_one_that_got_on_is_none_of_them(tmp_path):
+def test_an_attempt_with_an_update_resets_the_count(tmp_path):
     found, restarts = waits(tmp_path, [1000, 0, 0, 5, 0, 0, 0])
     assert found == [0.0, 1.0, 2.0, 0.0, 1.0, 2.0, None]
     assert restarts.count == 6
     assert waits(tmp_path, [7, 7], most=1)[0] == [0.0, None]
 
 
-def test_each_attempt_has_a_folder_of_its_own(tmp_path):
+def test_each_attempt_has_its_own_folder(tmp_path):
     (tmp_path / "attempt_0").write_text("a file of the user's")
     first = LogDir(tmp_path)
     assert [first.new_attempt().name for _ in range(2)] == ["attempt_1", "attempt_2"]
@@ -117,7 +117,7 @@ def end(exit_code, when=1.0, waited=False):
 
 def find(folder, ends, *exited, num_ranks=2):
     snapshot = JobSnapshot([ends.get(n, RankHeartbeat()) for n in range(num_ranks)], [HostReport(ended=list(exited))])
-    return find_failure(snapshot, [SimpleNamespace(lost="")], Attempt(0, "mpi", [], str(folder), [num_ranks]), folder)
+    return find_failure(snapshot, [SimpleNamespace(lost="")], Attempt(0, "mpi", [], str(folder), [num_ranks]))
 
 
 def test_a_rank_that_was_ended_for_anothers_failure_is_not_to_blame(tmp_path):
@@ -125,12 +125,12 @@ def test_a_rank_that_was_ended_for_anothers_failure_is_not_to_blame(tmp_path):
     assert (failure.rank, failure.exit_code) == (1, 137)
 
 
-def test_without_a_log_folder_there_is_a_verdict(tmp_path):
+def test_a_failure_is_found_without_a_log_folder(tmp_path):
     failure = find(tmp_path / "gone", {}, ExitedProcess(None, 3))
     assert (failure.rank, failure.exit_code) == (None, 3)
 
 
-def test_echoes_wait_for_their_cause():
+def test_secondary_failures_wait_for_the_cause():
     def has_only_secondary_failures(ends, *exited):
         ranks = [ends.get(number, RankHeartbeat()) for number in range(3)]
         return JobSnapshot(ranks, [HostReport(ended=list(exited))]).has_only_secondary_failures
@@ -143,7 +143,7 @@ def test_echoes_wait_for_their_cause():
     assert not has_only_secondary_failures({})
 
 
-def test_a_folder_of_logs_that_leads_nowhere(tmp_path, monkeypatch):
+def test_a_log_folder_that_is_a_dangling_link_is_refused(tmp_path, monkeypatch):
     """Check a link to a disk that is not mounted."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").symlink_to(tmp_path / "not here")
@@ -151,7 +151,7 @@ def test_a_folder_of_logs_that_leads_nowhere(tmp_path, monkeypatch):
         LogDir()
 
 
-def test_a_folder_that_cannot_be_made_for_a_later_attempt_is_the_last_ones(tmp_path, monkeypatch, capsys):
+def test_an_attempt_uses_the_previous_log_folder_if_mkdir_fails(tmp_path, monkeypatch, capsys):
     log_dir = LogDir(tmp_path / "logs")
     first = log_dir.new_attempt()
 
@@ -181,18 +181,18 @@ print("lost" * 10)
 print("an error, lost", file=sys.stderr)
 for stream in (1, 2):
     os.dup2(saved, stream)
-print("behind")
+print("after")
 sys.stdout.flush()
 """
 
 
-def test_a_full_disk_ends_no_rank_and_what_is_missing_is_said(tmp_path):
+def test_a_full_disk_ends_no_rank_and_lost_output_is_counted(tmp_path):
     subprocess.run([sys.executable, "-c", FULL], cwd=tmp_path, check=True)
     lines = (tmp_path / "worker_0.log").read_text().splitlines()
-    assert lines == ["before", "[41 bytes of output are missing here: the disk did not take them]", "behind"]
+    assert lines == ["before", "[41 bytes of output are missing here: the disk did not take them]", "after"]
 
 
-def test_a_log_that_cannot_begin_anew_grows_on(tmp_path, monkeypatch):
+def test_a_log_that_cannot_be_rotated_keeps_growing(tmp_path, monkeypatch):
     path = tmp_path / "worker_0.log"
     before = [os.dup(stream) for stream in (1, 2)]
     try:
@@ -204,10 +204,10 @@ def test_a_log_that_cannot_begin_anew_grows_on(tmp_path, monkeypatch):
             log.rotate_if_large()
         assert path.stat().st_size == 2 << 20
         log.rotate_if_large()
-        os.write(1, b"anew")
+        os.write(1, b"again")
     finally:
         sys.stdout, sys.stderr = streams
         for stream, saved in zip((1, 2), before):
             os.dup2(saved, stream)
             os.close(saved)
-    assert (path.read_bytes(), (tmp_path / "worker_0.log.1").stat().st_size) == (b"anew", 2 << 20)
+    assert (path.read_bytes(), (tmp_path / "worker_0.log.1").stat().st_size) == (b"again", 2 << 20)

@@ -30,8 +30,9 @@ def test_status_says_what_each_rank_does(tmp_path, monkeypatch):
     ranks = [rank(update=3, speed={"mfu": 0.5}), rank(), waits, failed, RankHeartbeat()]
     snapshot = JobSnapshot(ranks, [HostReport(gone=[1])])
     failure = {"rank": 1, "what": "was killed", "restart": 1, "update": 2}
-    file = StatusFile()
-    file.write(tmp_path, snapshot, [failure])
+    failures = [failure]
+    file = StatusFile(failures)
+    file.write(tmp_path, snapshot)
     status = read_status(tmp_path)
     assert [entry["state"] for entry in status["ranks"]] == [
         "works", "gone", "waits", "failed with exit code 9", "not begun",
@@ -48,14 +49,15 @@ def test_status_says_what_each_rank_does(tmp_path, monkeypatch):
         now = time.time()
         later.setattr(time, "time", lambda: now + 60)
         assert "written 60 s ago: since then its launcher was killed, or is stopped" in status_text(status)
-    file.end(137, [failure, failure])
+    failures.append(failure)
+    file.end(137)
     status = read_status(tmp_path)
     assert (status["alive"], status["exit_code"], len(status["failures"])) == (0, 137, 2)
     assert "the job has ended with exit code 137" in status_text(status)
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{", "3"])
-def test_a_folder_without_a_status_is_said_to_be_none(tmp_path, text, capsys):
+def test_a_folder_without_a_status_is_refused(tmp_path, text, capsys):
     if text is not None:
         (tmp_path / "status.json").write_text(text)
     assert main(["status", str(tmp_path)]) == 2
@@ -65,8 +67,8 @@ def test_a_folder_without_a_status_is_said_to_be_none(tmp_path, text, capsys):
 @pytest.mark.parametrize(
     "change", [{"ranks": 3}, {"ranks": [{}]}, {"failures": [[]]}, {"speed": {"mfu": "x"}}, {"time": None}]
 )
-def test_a_status_that_no_launcher_wrote_is_said_to_be_none(tmp_path, change, capsys):
-    StatusFile().write(tmp_path, JobSnapshot([rank()]), [])
+def test_a_status_that_no_launcher_wrote_is_refused(tmp_path, change, capsys):
+    StatusFile([]).write(tmp_path, JobSnapshot([rank()]))
     path = tmp_path / "status.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     assert main(["status", str(tmp_path)]) == 2
@@ -75,7 +77,7 @@ def test_a_status_that_no_launcher_wrote_is_said_to_be_none(tmp_path, change, ca
 
 @pytest.fixture
 def log_dir(tmp_path):
-    StatusFile().write(tmp_path, JobSnapshot([rank(), rank()]), [])
+    StatusFile([]).write(tmp_path, JobSnapshot([rank(), rank()]))
     return tmp_path
 
 
@@ -84,7 +86,7 @@ def test_control_characters_of_files_do_not_reach_the_terminal(tmp_path, capsys)
     clears = "\x1b[2J\x1b]0;title\x07"
     failure = {**FAILURE, "what": f"killed{clears}\nrank 0 is fine\r\x9b1m\u202e"}
     ranks = [rank(blocked_in=f"all_reduce{clears}"), rank()]
-    StatusFile().write(tmp_path, JobSnapshot(ranks), [failure])
+    StatusFile([failure]).write(tmp_path, JobSnapshot(ranks))
     assert main(["status", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     # One line each for the job, both ranks and the failure, and none of the file's own.
@@ -102,14 +104,14 @@ def test_names_of_folders_are_printable_in_both_outputs(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "\x1b" not in said
     assert said.count(r"a\x1b[31mb") == 2
-    StatusFile().write(folder, JobSnapshot([rank()]), [])
+    StatusFile([]).write(folder, JobSnapshot([rank()]))
     assert main(["status", str(folder)]) == 0
     assert r"a\x1b[31mb: update 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("environ", [{}, {"PYTHONUNBUFFERED": "1"}])
 def test_status_that_is_read_in_part(tmp_path, environ):
-    StatusFile().write(tmp_path, JobSnapshot([RankHeartbeat()] * 10_000), [])
+    StatusFile([]).write(tmp_path, JobSnapshot([RankHeartbeat()] * 10_000))
     command = [sys.executable, "-m", "mindnlp_dp", "status", str(tmp_path)]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**clean, **environ}) as status:

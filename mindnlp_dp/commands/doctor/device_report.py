@@ -80,16 +80,12 @@ class Check:
     output: str = ""
 
 
-class JobError(Exception):
-    """A job of a check ended with an error; ``output`` is what it printed at the end."""
+class CheckError(Exception):
+    """A check's job ended with an error, and ``output`` is what it printed at the end; or its result is wrong."""
 
-    def __init__(self, reason: str, output: str) -> None:
+    def __init__(self, reason: str, output: str = "") -> None:
         super().__init__(reason)
         self.output = "\n".join(output.splitlines()[-_SHOWN_LINES:])
-
-
-class CheckError(Exception):
-    """A check's jobs ended well, with a wrong result."""
 
 
 @dataclass
@@ -128,16 +124,16 @@ class Jobs:
         )  # fmt: skip
 
     def run(self, name: str, num_ranks: int, *arguments: str) -> str:
-        """Run a job and return its output; raise JobError if it fails, or does not end."""
+        """Run a job and return its output; raise CheckError if it fails, or does not end."""
         with self.start(name, num_ranks, *arguments) as job:
             try:
                 output, _ = job.communicate(timeout=JOB_SECONDS)
             except subprocess.TimeoutExpired:
                 # The launcher ends its ranks.
                 job.terminate()
-                raise JobError(f"not done after {JOB_SECONDS} s", job.communicate()[0]) from None
+                raise CheckError(f"not done after {JOB_SECONDS} s", job.communicate()[0]) from None
         if job.returncode:
-            raise JobError(f"ended with exit code {job.returncode}", output)
+            raise CheckError(f"ended with exit code {job.returncode}", output)
         return output
 
     def recipe(self, name: str, *flags: str) -> list[str]:
@@ -177,7 +173,7 @@ def write_data(folder: Path) -> None:
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-# The checks. Each returns what to say if it holds, and raises JobError or CheckError otherwise.
+# The checks. Each returns what to say if it holds, and raises CheckError otherwise.
 
 
 def check_collectives(jobs: Jobs) -> str:
@@ -224,7 +220,7 @@ def check_resuming(jobs: Jobs) -> str:
         job.send_signal(signal.SIGKILL)
         output, _ = job.communicate()
     if not checkpoint.is_dir():
-        raise JobError("no checkpoint was written", output)
+        raise CheckError("no checkpoint was written", output)
     resumed = jobs.train("killed", jobs.num_ranks, *flags, "--resume")
     return same_training(jobs, resumed, "without a kill")
 
@@ -288,10 +284,8 @@ def try_check(what: str, check: Callable[[Jobs], str], jobs: Jobs) -> Check:
     began = time.monotonic()
     try:
         result = Check(what, True, check(jobs))
-    except JobError as error:
-        result = Check(what, False, str(error), output=error.output)
     except CheckError as error:
-        result = Check(what, False, str(error))
+        result = Check(what, False, str(error), output=error.output)
     except (OSError, ValueError, KeyError, StopIteration) as error:
         result = Check(what, False, f"its result cannot be read: {type(error).__name__}: {error}")
     result.seconds = time.monotonic() - began

@@ -1,12 +1,12 @@
 """Monitor one attempt of a job: show its output, and find out why it ended.
 
 :mod:`mindnlp_dp.launch.job` creates a :class:`AttemptMonitor` for each attempt. It polls the reports of the hosts until
-the attempt is to end, for one of the reasons in :class:`StopReason`.
+all ranks have exited or the attempt is to be ended: a rank has failed, the job hangs, a host is lost, or a checkpoint
+was written so that the job can restart with more ranks.
 """
 
 from __future__ import annotations
 
-import enum
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,6 @@ from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.monitor.console import Console
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure
 from mindnlp_dp.launch.monitor.hangs import EXIT_CODE, START_SECONDS, HangDetector, describe_hang
-from mindnlp_dp.launch.monitor.restarts import RestartPolicy
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost, take_snapshot
 from mindnlp_dp.launch.monitor.status import StatusFile
 from mindnlp_dp.launch.options import JobOptions
@@ -39,24 +38,9 @@ _LOOK_SECONDS = 0.5
 # How long the record of a rank on another host may take to arrive after the job's processes have ended.
 _LAST_WORD_SECONDS = 5.0
 
-# After SIGTERM, how long the other ranks may take to finish once the first one has.
-_FINISH_SECONDS = 30.0
-
-# How long mpirun may take to exit after all ranks have exited, and to end the job after one is gone without a record.
+# How long mpirun may take to exit after all ranks have exited and, less than that, to end the job after one is gone
+# without a record.
 _LEAVE_SECONDS, _PARENT_SECONDS = 10.0, 5.0
-
-
-class StopReason(enum.Enum):
-    """Why an attempt is over, or is to be ended."""
-
-    # All ranks have exited.
-    ALL_EXITED = enum.auto()
-    RANK_FAILED = enum.auto()
-    # No rank makes progress, ranks have never started, or mpirun does not end although all ranks are gone.
-    HANG = enum.auto()
-    HOST_LOST = enum.auto()
-    # A checkpoint was written, so that the job can restart with more ranks.
-    SAVED = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -68,29 +52,12 @@ class AttemptResult:
         grows: whether it was ended only to restart with more ranks.
         failed_before_start: whether it failed before any rank had started, and did not hang.
         update: the last update that a rank had finished.
-        has_shown_failure: whether rank 0 had failed when its output was last shown.
     """
 
     failure: Optional[Failure] = None
     grows: bool = False
     failed_before_start: bool = False
     update: int = 0
-    has_shown_failure: bool = False
-
-
-class _Timer:
-    """Measures for how long something has been true without interruption."""
-
-    def __init__(self) -> None:
-        self._since: Optional[float] = None
-
-    def seconds(self, is_true: bool, now: float) -> float:
-        """Return the seconds for which it has been true; 0 if it is false."""
-        if not is_true:
-            self._since = None
-            return 0.0
-        self._since = now if self._since is None else self._since
-        return now - self._since
 
 
 class AttemptMonitor:
@@ -101,7 +68,6 @@ class AttemptMonitor:
         hosts: Sequence[Host],
         attempt: Attempt,
         membership: Membership,
-        restart_policy: RestartPolicy,
         status_file: StatusFile,
         *,
         loop: EventLoop,
@@ -110,89 +76,80 @@ class AttemptMonitor:
     ) -> None:
         self._loop, self._termination = loop, termination
         self._hosts, self._attempt, self._membership = hosts, attempt, membership
-        self._restart_policy, self._status_file = restart_policy, status_file
-        self._log_dir, self._options = Path(attempt.log_dir), options
+        self._status_file, self._log_dir, self._options = status_file, Path(attempt.log_dir), options
         self._began = time.monotonic()
-        self._console = Console(self._log_dir, attempt.num_ranks, options.tee, restart_policy.count, loop)
+        self._console = Console(self._log_dir, attempt.num_ranks, options.tee, loop)
         self._hangs = HangDetector(options.hang_timeout)
         self._looked = 0.0
-        # For how long this has been so.
-        self._some_are_done, self._all_are_done, self._main_is_done = _Timer(), _Timer(), _Timer()
-        self._some_are_silent, self._all_are_gone, self._is_over = _Timer(), _Timer(), _Timer()
+        # Since when something has been so without interruption.
+        self._since: dict[str, float] = {}
         self._has_named_stragglers = self._has_named_late = self._has_asked = False
-        self._snapshot = JobSnapshot([])
+        self._snapshot, self._was_saved = JobSnapshot([]), False
         # A failure that is found here, because no rank and no process reports it.
         self._failure: Optional[Failure] = None
 
-    def wait(self) -> StopReason:
-        """Show logs until the attempt is over or is to be ended; return why.
+    def wait(self) -> None:
+        """Show logs until the attempt is over or is to be ended.
 
         Raises:
             Interrupted: the job was asked to end, and has written a checkpoint or used up its grace period.
         """
         with self._termination.awaited():
-            while (reason := self._poll()) is None:
+            while not self._is_over():
                 self._loop.run_once(POLL_SECONDS)
-            if reason is StopReason.RANK_FAILED:
+            if self._snapshot.has_failed:
                 self._poll_other_hosts()
-            elif reason is StopReason.ALL_EXITED and self._snapshot.has_succeeded:
+            elif self._snapshot.has_succeeded:
                 self._console.show_all(lambda: self._termination.asked is not None)
             self._console.close()
-        return reason
 
-    def result(self, reason: StopReason) -> AttemptResult:
+    def result(self) -> AttemptResult:
         """Return how the attempt ended; to be called after :meth:`wait`, once all ranks were ended."""
         # Ranks that had to be ended may have recorded their end meanwhile. Their processes count as they were before,
         # because ranks that the launcher has ended would look like failures.
         snapshot = replace(self._snapshot, ranks=take_snapshot(self._hosts, self._attempt).ranks)
-        grows, failure = reason is StopReason.SAVED and not snapshot.has_succeeded, None
+        grows, failure = self._was_saved and not snapshot.has_succeeded, None
         if not grows:
-            failure = self._failure or find_failure(snapshot, self._hosts, self._attempt, self._log_dir)
+            failure = self._failure or find_failure(snapshot, self._hosts, self._attempt)
         has_begun = snapshot.has_begun or any(self._log_dir.glob("worker_*.log"))
         return AttemptResult(
             failure, grows,
             failed_before_start=failure is not None and self._failure is None and not has_begun,
-            update=snapshot.update, has_shown_failure=0 in self._snapshot.failed,
+            update=snapshot.update,
         )  # fmt: skip
 
-    def _poll(self) -> Optional[StopReason]:
-        """Poll the ranks, show their output, and return why the attempt is over; None while it continues."""
+    def _is_over(self) -> bool:
+        """Poll the ranks, show their output, and return whether the attempt is over or is to be ended."""
         self._snapshot = snapshot = take_snapshot(self._hosts, self._attempt)
         now = time.monotonic()
         if not snapshot.has_failed and now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             self._look_closer(now)
         self._console.show()
-        may_end = self._has_saved or not self._can_save(now)
+        # Before the first update there is nothing to save.
+        may_end = self._has_saved or snapshot.update == 0
         if snapshot.has_failed:
-            return StopReason.RANK_FAILED
+            return True
         self._termination.end(may_end)
         for host in self._hosts:
             if host.terminates and may_end:
                 host.lost = host.lost or "its launcher was asked to end"
-        if self._failure:
-            return StopReason.HANG
-        if first_lost(self._hosts) is not None:
-            return StopReason.HOST_LOST
-        if self._has_saved:
-            return StopReason.SAVED
-        if self._has_ended(now):
-            return StopReason.HANG if self._failure else StopReason.ALL_EXITED
-        return None
+        if self._failure or first_lost(self._hosts) is not None:
+            return True
+        self._was_saved = self._has_saved
+        return self._was_saved or self._has_ended(now)
 
     @property
     def _has_saved(self) -> bool:
         """Return whether the checkpoint is written for which rank 0 was asked."""
         return self._has_asked and bool(self._snapshot.ranks[0].saved)
 
-    def _can_save(self, now: float) -> bool:
-        """Return whether a checkpoint can still be written.
-
-        Before the first update there is nothing to save. After the end of rank 0 no rank saves, but the others get some
-        time to finish, too.
-        """
-        is_done = self._main_is_done.seconds(0 in self._done(), now) > _FINISH_SECONDS
-        return self._snapshot.update > 0 and not is_done
+    def _seconds(self, what: str, is_true: bool, now: float) -> float:
+        """Return for how many seconds something has been true without interruption; 0 if it is false."""
+        if not is_true:
+            self._since.pop(what, None)
+            return 0.0
+        return now - self._since.setdefault(what, now)
 
     def _done(self) -> set[int]:
         """Return the ranks that have recorded their end, or whose own process has ended."""
@@ -214,8 +171,7 @@ class AttemptMonitor:
     def _look_closer(self, now: float) -> None:
         """Do the more expensive work: report what the job does, check for hangs, and ask for a checkpoint."""
         snapshot, done = self._snapshot, sorted(self._done())
-        self._console.say(snapshot.ranks, len(done))
-        self._status_file.write(self._log_dir, snapshot, self._restart_policy.failures)
+        self._status_file.write(self._log_dir, snapshot)
         self._mention_stragglers(done, now)
         missing = [number for number, rank in enumerate(snapshot.ranks) if not rank.pid]
         if missing and now - self._began > START_SECONDS:
@@ -242,15 +198,15 @@ class AttemptMonitor:
 
     def _has_ended(self, now: float) -> bool:
         """Return whether no process of the attempt has to be waited for."""
-        snapshot = self._snapshot
-        silent = snapshot.gone_silently
-        are_gone = self._all_are_gone.seconds(len(snapshot.gone) == len(snapshot.ranks), now) > _LEAVE_SECONDS
-        if self._some_are_silent.seconds(bool(silent), now) > _PARENT_SECONDS or (silent and are_gone):
+        snapshot, silent = self._snapshot, self._snapshot.gone_silently
+        if self._seconds("some are silent", bool(silent), now) > _PARENT_SECONDS:
             # mpirun does not know how it ended, or has not said so.
             self._failure = Failure(silent[0], 1, "was killed, or left past the end of the script,")
-        if self._failure is not None or are_gone or self._is_late(now):
             return True
-        passed = self._is_over.seconds(snapshot.are_processes_over, now)
+        are_gone = len(snapshot.gone) == len(snapshot.ranks)
+        if self._seconds("all are gone", are_gone, now) > _LEAVE_SECONDS or self._is_late(now):
+            return True
+        passed = self._seconds("processes are over", snapshot.are_processes_over, now)
         # Records of ranks on other hosts may still be on their way.
         is_complete = len(self._hosts) == 1 or (snapshot.has_succeeded and not snapshot.with_threads)
         return snapshot.are_processes_over and (is_complete or passed > _LAST_WORD_SECONDS)
@@ -261,7 +217,7 @@ class AttemptMonitor:
         A thread of the script may still work, or the clean-up of a library or a driver hangs.
         """
         late = [rank for rank in range(len(self._snapshot.ranks)) if rank not in self._snapshot.gone]
-        passed = self._all_are_done.seconds(bool(late) and self._snapshot.has_succeeded, now)
+        passed = self._seconds("all are done", bool(late) and self._snapshot.has_succeeded, now)
         timeout = self._options.hang_timeout
         if passed > PATIENCE_SECONDS and not self._has_named_late:
             self._has_named_late = True
@@ -273,7 +229,7 @@ class AttemptMonitor:
 
     def _mention_stragglers(self, done: Sequence[int], now: float) -> None:
         """Print which ranks are done and which are not: the latter may be writing files, or waiting forever."""
-        passed = self._some_are_done.seconds(bool(done), now)
+        passed = self._seconds("some are done", bool(done), now)
         running = [rank for rank in range(len(self._snapshot.ranks)) if rank not in done]
         if passed > PATIENCE_SECONDS and running and not self._has_named_stragglers:
             self._has_named_stragglers = True

@@ -7,7 +7,6 @@ job runs: what is printed is put into memory, and a thread writes it. Ranks' log
 
 from __future__ import annotations
 
-import codecs
 import errno
 import io
 import os
@@ -91,22 +90,6 @@ class Output(io.RawIOBase):
             self._changed.notify_all()
 
 
-class _TextSink(io.RawIOBase):
-    """A writer to a stream of text, such as a notebook's, or to nothing."""
-
-    def __init__(self, stream: Optional[TextIO]) -> None:
-        self._stream = stream
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        if self._stream is not None:
-            self._stream.write(self._decode(bytes(data)))
-        return len(data)
-
-
 class BackgroundOutput:
     """Makes ``sys.stdout`` and ``sys.stderr`` write from threads inside the block, and waits for them at its end.
 
@@ -118,14 +101,13 @@ class BackgroundOutput:
         self._outputs: list[Output] = []
 
     def __enter__(self) -> BackgroundOutput:
-        sys.stdout, sys.stderr = (self._unhurried(stream) for stream in self._before)
+        sys.stdout, sys.stderr = map(self._unhurried, self._before)  # type: ignore[assignment]
         return self
 
-    def _unhurried(self, stream: Optional[TextIO]) -> TextIO:
+    def _unhurried(self, stream: Optional[TextIO]) -> Optional[TextIO]:
         if not isinstance(stream, io.TextIOWrapper):
             # None if it was closed before Python started. A notebook's stream may have a descriptor: its server's.
-            sink = _TextSink(stream)
-            return io.TextIOWrapper(sink, "utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+            return stream
         try:
             stream.flush()
             file = os.fstat(stream.fileno())
@@ -160,7 +142,7 @@ def stop_waiting_for_readers() -> None:
             output.patience = _LAST_SECONDS
 
 
-def has_unwritten(stream: TextIO) -> bool:
+def has_unwritten(stream: Optional[TextIO]) -> bool:
     """Return whether data was written to the stream that its reader has not taken yet."""
     output = _output_of(stream)
     return output is not None and not output.drain(_BRIEFLY_SECONDS)
@@ -172,6 +154,6 @@ def write_error() -> Optional[OSError]:
     return None if output is None else output.error
 
 
-def _output_of(stream: TextIO) -> Optional[Output]:
+def _output_of(stream: Optional[TextIO]) -> Optional[Output]:
     buffer = getattr(stream, "buffer", None)
     return buffer if isinstance(buffer, Output) else None

@@ -1,4 +1,4 @@
-"""Show a job where it was started: ranks' output as it is written and, on a terminal, a status line.
+"""Show ranks' output, as it is written, where their job was started.
 
 :mod:`mindnlp_dp.launch.monitor.attempt_monitor` calls it. The text goes to standard output and standard error, no
 faster than the reader takes it (:mod:`.background_output`).
@@ -9,20 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Optional
 
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.monitor.background_output import has_unwritten, stop_waiting_for_readers, write_error
-from mindnlp_dp.launch.monitor.status import StatusLine
-from mindnlp_dp.runtime.heartbeat import RankHeartbeat
-
-_CLEAR = "\r\x1b[K"
-
-_LINE_SECONDS = 1.0
-
-_WIDTH = 100
 
 # How much is read of a log at once, and how often, before the launcher does something else.
 _MOST_BYTES, _MOST_READS = 1 << 20, 16
@@ -32,27 +24,16 @@ _REST_SECONDS = 1.0
 
 
 class Console:
-    """Shows the output and the status line of one attempt; used by :class:`.AttemptMonitor`.
+    """Shows the output of one attempt; used by :class:`.AttemptMonitor`.
 
     Args:
         tee: output to show: "0", rank 0's; "all", every line with its rank in front; "none".
     """
 
-    def __init__(self, log_dir: Path, nproc: int, tee: str, num_restarts: int, loop: EventLoop) -> None:
+    def __init__(self, log_dir: Path, nproc: int, tee: str, loop: EventLoop) -> None:
         ranks = {"0": [0], "all": range(nproc), "none": []}[tee]
         self._log_dir, self._loop = log_dir, loop
         self._logs = [_Log(log_dir / f"worker_{rank}.log", f"[{rank}] " if tee == "all" else "") for rank in ranks]
-        self._num_restarts = num_restarts
-        self._is_terminal = sys.stderr.isatty()
-        self._line, self._status, self._said = "", StatusLine(), 0.0
-
-    def say(self, ranks: Sequence[RankHeartbeat], num_ended: int) -> None:
-        """Replace the status line by a new one, at most once a second."""
-        is_time = time.monotonic() - self._said >= _LINE_SECONDS
-        if self._is_terminal and is_time and any(rank.has_joined for rank in ranks) and not has_unwritten(sys.stderr):
-            self._said = time.monotonic()
-            self._line = self._status.text(ranks, num_ended, self._num_restarts)[:_WIDTH]
-            self._write(_CLEAR + self._line)
 
     def show(self) -> bool:
         """Show what ranks have written since the last call, if the reader keeps up.
@@ -67,20 +48,15 @@ class Console:
         was_new = False
         for _ in range(_MOST_READS):
             # Asked only once: a moment later the answer may differ, although the logs were not checked.
-            if was_behind := has_unwritten(sys.stdout):
+            if is_unread := has_unwritten(sys.stdout):
                 break
             new = [text for log in self._logs if (text := log.new()) is not None]
             if not new:
                 break
-            if self._line and not was_new:
-                self._write(_CLEAR)
             was_new = True
             for text in new:
-                sys.stdout.buffer.write(text)
-            sys.stdout.buffer.flush()
-        if self._line and was_new:
-            self._write(self._line)
-        return was_new or was_behind
+                _write(text)
+        return was_new or is_unread
 
     def show_all(self, is_asked_to_end: Callable[[], bool]) -> None:
         """Show all that finished ranks have written, however long the reader takes, or until a signal comes."""
@@ -94,14 +70,11 @@ class Console:
 
     def close(self) -> None:
         """Show the rest of the output as far as it is read at once: other ranks wait to be ended, or started."""
-        if self._line:
-            self._write(_CLEAR)
-            self._line = ""
         deadline = time.monotonic() + _REST_SECONDS
         while self.show() and time.monotonic() < deadline:
             pass
         for log in self._logs:
-            sys.stdout.buffer.write(log.end())
+            _write(log.end())
         if self._logs and has_unwritten(sys.stdout):
             print(
                 f"the rest of what ranks have written is in {self._log_dir}: no process reads it here", file=sys.stderr
@@ -109,9 +82,14 @@ class Console:
         for log in self._logs:
             log.close()
 
-    def _write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+
+def _write(text: bytes) -> None:
+    """Write to standard output, which may be closed, or take text only, as in a notebook."""
+    if (buffer := getattr(sys.stdout, "buffer", None)) is not None:
+        buffer.write(text)
+        buffer.flush()
+    elif sys.stdout is not None:
+        sys.stdout.write(text.decode(errors="replace"))
 
 
 class _Log:

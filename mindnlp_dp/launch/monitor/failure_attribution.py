@@ -16,7 +16,7 @@ from typing import Optional
 
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost
 from mindnlp_dp.launch.processes.attempt import Attempt
-from mindnlp_dp.launch.processes.exit_status import head, tail
+from mindnlp_dp.launch.processes.exit_status import head, read_text, tail
 from mindnlp_dp.launch.rendezvous.membership import Host
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
@@ -40,8 +40,9 @@ class Failure:
     message: str = ""
 
 
-def find_failure(snapshot: JobSnapshot, hosts: Sequence[Host], attempt: Attempt, log_dir: Path) -> Optional[Failure]:
+def find_failure(snapshot: JobSnapshot, hosts: Sequence[Host], attempt: Attempt) -> Optional[Failure]:
     """Return how an attempt failed; None if it succeeded."""
+    log_dir = Path(attempt.log_dir)
     threads = snapshot.with_threads if snapshot.are_processes_over else []
     if snapshot.has_succeeded and not threads and not snapshot.silent:
         # A host that is lost now does not matter.
@@ -130,11 +131,7 @@ def _read_mpirun(log_dir: Path, code: int) -> Optional[Failure]:
     Args:
         code: exit code of mpirun, which is the one that a rank, or MPI itself, has passed to MPI_Abort.
     """
-    try:
-        said = (log_dir / "launcher.log").read_text(errors="replace")
-    except OSError:
-        # The file was removed.
-        return None
+    said = read_text(log_dir / "launcher.log")
     if killed := re.search(r"process rank (\d+) with PID \d+.*?exited on\s+signal (\d+)", said, re.DOTALL):
         return Failure(int(killed[1]), 128 + int(killed[2]), _killed(int(killed[2])))
     if peer := re.search(r"peer process has unexpectedly disconnected.*?Peer host:\s+(\S+)", said, re.DOTALL):
@@ -158,39 +155,16 @@ def _left(code: int) -> str:
     return f"left with exit code {code}, past the end of the script (os._exit),"
 
 
-def report_failure(
-    failure: Failure,
-    log_dir: Path,
-    nproc: int,
-    seconds: float,
-    *,
-    where: str = "",
-    log_tail: str = "",
-    shown: str = "0",
-    has_shown_failure: bool = False,
-) -> None:
-    """Print which rank ended the job, when, and the end of its log, unless rank 0's output, which is shown, says why.
-
-    Args:
-        where: host of that rank, if the job has several.
-        log_tail: end of that rank's log.
-        shown: ranks whose output is shown as it is written, as given by ``--tee``.
-        has_shown_failure: whether rank 0 had failed when its output was last shown; its later output is not shown.
-    """
-    if failure.rank is None and failure.what:
-        print(f"{failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
-        if failure.message:
-            print(failure.message, file=sys.stderr)
-        return
-    if failure.rank is None:
+def report_failure(failure: Failure, attempt: Attempt, seconds: float, *, where: str = "", log_tail: str = "") -> None:
+    """Print which rank ended the job, when and where, and why: the message, or the end of the rank's log."""
+    log_dir = attempt.log_dir
+    if failure.rank is None and not failure.what:
         print(f"the job failed before its ranks started; {log_dir}/launcher.log says:", file=sys.stderr)
-        print(tail(log_dir / "launcher.log"), file=sys.stderr)
+        print(tail(Path(log_dir, "launcher.log")), file=sys.stderr)
         return
-    who = f"rank {failure.rank} of {nproc}" + (f" on {where}" if where else "")
-    print(f"{who} {failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
+    who = "" if failure.rank is None else f"rank {failure.rank} of {attempt.num_ranks}{where} "
+    print(f"{who}{failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
     if failure.message:
         print(failure.message, file=sys.stderr)
-        return
-    said_why = failure.rank == 0 or has_shown_failure
-    if not (said_why and shown != "none"):
+    elif log_tail:
         print(f"worker_{failure.rank}.log ends:\n{log_tail}", file=sys.stderr)

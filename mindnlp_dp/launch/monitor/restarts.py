@@ -11,10 +11,6 @@ from mindnlp_dp.launch.monitor.failure_attribution import Failure
 # After so many failures in a row without a finished update, the job is not restarted.
 MOST_IN_A_ROW = 3
 
-_FIRST_WAIT_SECONDS = 1.0
-
-_LONGEST_WAIT_SECONDS = 30.0
-
 
 class RestartPolicy:
     """The restart policy of one job; used by :class:`~mindnlp_dp.launch.job.Job`.
@@ -46,9 +42,8 @@ class RestartPolicy:
         elif self._in_a_row >= MOST_IN_A_ROW:
             self.why_not = f"{self._in_a_row} attempts in a row have not finished a single update"
         else:
-            # A job that made progress is restarted at once.
-            longer = 2 ** (self._in_a_row - 1)
-            wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * longer) if self._in_a_row else 0.0
+            # A job that made progress is restarted at once, the others after 1 s, then 2 s.
+            wait = float(self._in_a_row)
             self.count += 1
         self.failures.append({
             "time": time.time(), "rank": failure.rank, "exit_code": failure.exit_code, "what": failure.what,

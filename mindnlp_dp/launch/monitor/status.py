@@ -1,7 +1,6 @@
-"""Report what a job is doing: a status line where it runs, and ``mindnlp-dp status LOG_DIR`` from another shell.
+"""Report what a job is doing to ``mindnlp-dp status LOG_DIR`` in another shell, as a table or JSON.
 
-:mod:`mindnlp_dp.launch.monitor.console` calls it for the line; :mod:`mindnlp_dp.commands.main` for a table or JSON of a
-log folder.
+:mod:`mindnlp_dp.launch.monitor.attempt_monitor` writes the status, :mod:`mindnlp_dp.commands.main` reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,47 +23,22 @@ STATUS = "status.json"
 # The launcher writes twice a second; a status that is older is that of a launcher that was killed or is blocked.
 _OLD_SECONDS = 10.0
 
-# The time over which samples per second are averaged.
-_WINDOW_SECONDS = 10.0
-
-
-class StatusLine:
-    """Formats the status line of a running job."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque()
-
-    def text(self, ranks: Sequence[RankHeartbeat], num_ended: int, num_restarts: int) -> str:
-        """Return update, loss, samples per second, ranks alive and restarts; unknown values are left out."""
-        # Not simply rank 0, which may have been lost.
-        now, first = time.monotonic(), max(ranks, key=lambda rank: rank.samples)
-        self._seen.append((now, first.samples))
-        while now - self._seen[0][0] > _WINDOW_SECONDS and len(self._seen) > 2:
-            self._seen.popleft()
-        (began, before), (ended, after) = self._seen[0], self._seen[-1]
-        parts = [f"update {max(rank.update for rank in ranks)}"]
-        if not math.isnan(first.loss):
-            parts.append(f"loss {first.loss:.4g}")
-        if after > before:
-            parts.append(f"{(after - before) / (ended - began):.4g} samples/s")
-        alive = sum(rank.changes > 0 for rank in ranks) - num_ended
-        parts.append(f"{max(0, alive)} of {len(ranks)} ranks alive")
-        if num_restarts:
-            parts.append(f"{num_restarts} restart{'s' if num_restarts > 1 else ''}")
-        return ", ".join(parts)
-
 
 class StatusFile:
     """The file ``status.json`` of an attempt's folder, by which ``mindnlp-dp status`` knows what a job is doing.
 
     It is written by the launcher, because ranks' memory is closed to other users.
+
+    Args:
+        failures: what is recorded of each failure so far (restarts.py).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failures: Sequence[Mapping[str, Any]]) -> None:
+        self._failures = failures
         self._log_dir = Path()
         self._status: dict[str, Any] = {}
 
-    def write(self, log_dir: Path, snapshot: JobSnapshot, failures: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, log_dir: Path, snapshot: JobSnapshot) -> None:
         """Write the status of an attempt to its folder."""
         self._log_dir = log_dir
         now, ranks = time.monotonic(), []
@@ -83,16 +56,16 @@ class StatusFile:
             # Ranks log the same metrics; one that has failed may have older ones.
             "speed": dict(max(snapshot.ranks, key=lambda rank: (bool(rank.speed), rank.update)).speed),
             "alive": sum(entry["state"] in ("waits", "works") for entry in ranks),
-            "failures": list(failures), "ranks": ranks,
+            "failures": self._failures, "ranks": ranks,
         }  # fmt: skip
         self._save()
 
-    def end(self, exit_code: int, failures: Sequence[Mapping[str, Any]]) -> None:
+    def end(self, exit_code: int) -> None:
         """Write that the job is over, if any of its attempts had started."""
         if self._status:
             for entry in self._status["ranks"]:
                 entry["state"] = "gone" if entry["state"] in ("waits", "works") else entry["state"]
-            self._status.update(exit_code=exit_code, alive=0, failures=list(failures))
+            self._status.update(exit_code=exit_code, alive=0)
             self._save()
 
     def _save(self) -> None:

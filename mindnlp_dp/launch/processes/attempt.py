@@ -53,7 +53,7 @@ class HostReport:
     """What one host reports about its ranks to the launcher that leads the job.
 
     Attributes:
-        ranks: progress of each rank; times by the reader's clock.
+        ranks: progress of each rank; times by this host's clock, also for a report of another host.
         ended: processes that have ended.
         all_ended: whether all processes have ended, except those that only serve others.
         stopped: ranks whose process is stopped (SIGSTOP).
@@ -69,28 +69,15 @@ class HostReport:
     oom_kills: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report for another host, with ages instead of times, because hosts have different clocks."""
-        now = time.monotonic()
-        return {
-            "ranks": {n: asdict(_shifted(rank, -now)) for n, rank in self.ranks.items()},
-            "ended": [asdict(ended) for ended in self.ended],
-            "all_ended": self.all_ended,
-            "stopped": self.stopped,
-            "gone": self.gone,
-            "oom_kills": self.oom_kills,
-        }
+        """Return the report for another host, whose clock is another one."""
+        return {**asdict(self), "now": time.monotonic()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HostReport:
-        now = time.monotonic()
-        return cls(
-            {int(n): _shifted(RankHeartbeat(**rank), now) for n, rank in data["ranks"].items()},
-            [ExitedProcess(**ended) for ended in data["ended"]],
-            bool(data["all_ended"]),
-            [int(n) for n in data["stopped"]],
-            [int(n) for n in data["gone"]],
-            int(data["oom_kills"]),
-        )
+        ahead = time.monotonic() - data["now"]
+        fields = {name: value for name, value in data.items() if name != "now"}
+        ranks = {int(n): _shifted(RankHeartbeat(**rank), ahead) for n, rank in data["ranks"].items()}
+        return cls(**{**fields, "ranks": ranks, "ended": [ExitedProcess(**ended) for ended in data["ended"]]})
 
 
 def _shifted(rank: RankHeartbeat, seconds: float) -> RankHeartbeat:

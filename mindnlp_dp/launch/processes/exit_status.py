@@ -1,4 +1,4 @@
-"""This module describes processes that have ended, and reads the first or last lines of a log."""
+"""This module describes processes that have ended, and reads files that may be gone, such as the end of a log."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ class ExitedProcess:
 
     rank: Optional[int]
     returncode: int
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; "" if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def head(log: Path) -> str:

@@ -25,20 +25,17 @@ from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.log_dir import cannot_be_written, join_attempt, open_log
 from mindnlp_dp.launch.processes import reaper
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
-from mindnlp_dp.launch.processes.environment import this_host_name
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess, tail
 from mindnlp_dp.launch.processes.oom_kills import OomKills
 from mindnlp_dp.launch.processes.run_module import PYTHON_VARIABLE
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import (
     GRACE_SECONDS,
-    Cluster,
     Process,
     grace_seconds,
     start_cluster,
     start_daemon,
     start_mpi,
-    start_scheduler,
     terminate,
 )
 from mindnlp_dp.launch.processes.stack_dumps import stacks_of
@@ -51,7 +48,7 @@ from mindnlp_dp.runtime.scratch_dir import ScratchDir
 # How often the states of the ranks' processes are read.
 _STATE_SECONDS = 0.5
 
-# How long processes that a script has left behind may take to end by themselves, as those of Python's pools do.
+# How long processes that a script has started may take to end by themselves after it, as those of Python's pools do.
 _LEFT_SECONDS = 0.5
 
 
@@ -68,7 +65,7 @@ class LocalHost:
         slots: maximum number of ranks.
     """
 
-    lost = ""
+    lost = address = ""
     terminates = False
 
     def __init__(
@@ -80,7 +77,7 @@ class LocalHost:
         remote_shell: Optional[Callable[[Path], list[str]]] = None,
     ) -> None:
         self._loop, self._remote_shell = loop, remote_shell
-        self.name, self.slots = this_host_name(), slots
+        self.name, self.slots = os.uname().nodename, slots
         self._environ = dict(environ)
         self._processes: list[Process] = []
         self._daemons: list[Process] = []
@@ -114,15 +111,15 @@ class LocalHost:
         self._attempt, self._processes, self._daemons, self._has_ended = attempt, [], [], False
         self._memory, self._oom_kills, self._states, self._read_states = None, OomKills(), {}, 0.0
         try:
+            # For what mpirun, or its daemon, prints.
+            self._log = open_log(log_dir / (f"launcher_{attempt.index}.log" if attempt.index else "launcher.log"))
+        except OSError as error:
+            raise cannot_be_written(log_dir, error) from None
+        try:
             scratch = self._share(attempt)
-            if attempt.backend == "mpi" and attempt.index:
-                # The first host's mpirun has its daemon started here: :meth:`run_daemon`.
-                return
-            try:
-                self._log = open_log(_launcher_log(attempt))
-            except OSError as error:
-                raise cannot_be_written(log_dir, error) from None
-            self._start_processes(attempt, log_dir, scratch)
+            if attempt.backend != "mpi" or not attempt.index:
+                # On other hosts, the first one's mpirun has its daemon started: :meth:`run_daemon`.
+                self._start_processes(attempt, scratch)
         except OSError as error:
             raise TemporaryError(f"the ranks of {self.name} cannot be started: {error}") from None
 
@@ -136,7 +133,7 @@ class LocalHost:
         self._memory = heartbeat.create(folder / HEARTBEATS_FILE, attempt.num_ranks)
         return folder
 
-    def _start_processes(self, attempt: Attempt, log_dir: Path, scratch: Path) -> None:
+    def _start_processes(self, attempt: Attempt, scratch: Path) -> None:
         assert self._log is not None
         environ = self._environment(attempt, scratch)
         worker = [
@@ -147,12 +144,8 @@ class LocalHost:
             counts = dict(zip(attempt.addresses or ["localhost"], attempt.counts))
             remote_shell = self._remote_shell(scratch) if self._remote_shell is not None else []
             self._processes = start_mpi(counts, worker, environ, self._log, scratch=scratch, remote_shell=remote_shell)
-            return
-        cluster = Cluster(attempt.num_ranks, (attempt.addresses[0] if attempt.addresses else "127.0.0.1", attempt.port))
-        if not attempt.index:
-            # The scheduler comes first, because a rank that does not find it sleeps.
-            self._processes.append(start_scheduler(cluster, environ, log_dir / "scheduler.log"))
-        self._processes += start_cluster(cluster, attempt.ranks, worker, environ, self._log)
+        else:
+            self._processes = start_cluster(attempt, worker, environ, self._log)
 
     def _environment(self, attempt: Attempt, scratch: Path) -> dict[str, str]:
         home = os.path.expanduser("~")
@@ -167,16 +160,9 @@ class LocalHost:
 
     def run_daemon(self, command: str) -> None:
         """Start the daemon that the first host's mpirun needs here; the daemon starts this host's ranks."""
-        if self._attempt is None or self._has_ended or self._scratch is None:
+        if self._attempt is None or self._has_ended or self._scratch is None or self._log is None:
             # The order has come too late.
             return
-        if self._log is None or self._log.closed:
-            path = _launcher_log(self._attempt)
-            try:
-                self._log = open_log(path)
-            except OSError as error:
-                print(f"what mpirun's daemon says is not in {path}: {error}", file=sys.stderr)
-                self._log = open(os.devnull, "ab")  # noqa: SIM115 -- closed by end()
         environ = self._environment(self._attempt, self._scratch.path)
         self._daemons.append(start_daemon(command, environ, self._log))
 
@@ -223,9 +209,8 @@ class LocalHost:
         self._loop.run_until(lambda: not self._left(), _LEFT_SECONDS)
         if left := self._left():
             names = ", ".join(f"{name} ({pid})" for pid, name in sorted(left.items()))
-            has_succeeded = all(rank.exit_code == 0 for rank in self._ranks().values())
-            if has_succeeded:
-                print(f"the script has left processes behind, which are ended: {names}", file=sys.stderr)
+            if all(rank.exit_code == 0 for rank in self._ranks().values()):
+                print(f"processes that the script has started still run, and are ended: {names}", file=sys.stderr)
             for number in (signal.SIGTERM, signal.SIGKILL):
                 reaper.send(number, self._left())
                 self._loop.run_until(lambda: not self._left(), GRACE_SECONDS)
@@ -246,8 +231,3 @@ class LocalHost:
         others = {*self._others, *([self._watchdog.pid] if self._watchdog is not None else [])}
         ranks = {rank.pid: f"rank {number}" for number, rank in self._ranks().items() if rank.state}
         return {**reaper.processes_of(str(self._scratch.path), reaper.launcher(), others), **ranks}
-
-
-def _launcher_log(attempt: Attempt) -> Path:
-    """Return the file for what mpirun, or its daemon, prints."""
-    return Path(attempt.log_dir, f"launcher_{attempt.index}.log" if attempt.index else "launcher.log")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mindnlp_dp.launch.processes.exit_status import read_text
+
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
@@ -20,11 +22,11 @@ class OomKills:
 
     def __init__(self, root: Path = Path("/")) -> None:
         files = [*_cgroup_files(root), root / "proc/vmstat"]
-        self._file = next((file for file in files if _COUNT.search(_read(file))), files[-1])
+        self._file = next((file for file in files if _COUNT.search(read_text(file))), files[-1])
         self._before = self._count()
 
     def _count(self) -> int:
-        found = _COUNT.search(_read(self._file))
+        found = _COUNT.search(read_text(self._file))
         return int(found[1]) if found else 0
 
     @property
@@ -36,7 +38,7 @@ class OomKills:
 def _cgroup_files(root: Path) -> list[Path]:
     """Return the files of this process's cgroup that may have the counter (Linux, cgroups(7)), of version 1 first."""
     files = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         # In a container, the path may be the host's, and the root of the hierarchy the container's own group.
         for group in (path.strip("/"), ""):
@@ -45,10 +47,3 @@ def _cgroup_files(root: Path) -> list[Path]:
             elif not controllers:
                 files.append(root / "sys/fs/cgroup" / group / "memory.events")
     return files
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
@@ -17,6 +18,7 @@ from typing import BinaryIO, Optional
 from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.log_dir import open_log
+from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, find_mpirun
 from mindnlp_dp.launch.processes.run_module import PYTHON_VARIABLE
 from mindnlp_dp.launch.processes.run_module import command as module_command
@@ -82,34 +84,21 @@ def start_mpi(
     return [Process(_popen([mpirun, *options, *worker], environment, log), None)]
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """MindSpore's dynamic cluster: the number of its workers, and the address and port of its scheduler."""
-
-    num_workers: int
-    scheduler: tuple[str, int]
-
-
-def start_cluster(
-    cluster: Cluster, ranks: range, worker: list[str], environ: dict[str, str], log: BinaryIO
-) -> list[Process]:
-    """Start the workers with these ranks, which are this host's, of a cluster."""
+def start_cluster(attempt: Attempt, worker: list[str], environ: dict[str, str], log: BinaryIO) -> list[Process]:
+    """Start this host's workers of MindSpore's dynamic cluster and, on the first host, the scheduler of the cluster."""
+    scheduler = attempt.addresses[0] if attempt.addresses else "127.0.0.1", attempt.port
     processes = []
-    for local_rank, rank in enumerate(ranks):
-        environment = cluster_environment(
-            environ, "MS_WORKER", cluster.num_workers, cluster.scheduler, (rank, local_rank)
-        )
+    if not attempt.index:
+        # It comes first, because a rank that does not find it sleeps.
+        module = "mindnlp_dp.communication.transports.mindspore.scheduler"
+        command = module_command(module, environ.get(PYTHON_VARIABLE) or sys.executable)
+        environment = cluster_environment(environ, "MS_SCHED", attempt.num_ranks, scheduler)
+        with open_log(Path(attempt.log_dir, "scheduler.log")) as scheduler_log:
+            processes.append(Process(_popen(command, environment, scheduler_log), None, serves=True))
+    for local_rank, rank in enumerate(attempt.ranks):
+        environment = cluster_environment(environ, "MS_WORKER", attempt.num_ranks, scheduler, (rank, local_rank))
         processes.append(Process(_popen(worker, environment, log), rank))
     return processes
-
-
-def start_scheduler(cluster: Cluster, environ: dict[str, str], log_file: Path) -> Process:
-    """Start the scheduler of a cluster, where its workers join, on this host."""
-    scheduler = "mindnlp_dp.communication.transports.mindspore.scheduler"
-    command = module_command(scheduler, environ.get(PYTHON_VARIABLE) or sys.executable)
-    environment = cluster_environment(environ, "MS_SCHED", cluster.num_workers, cluster.scheduler)
-    with open_log(log_file) as log:
-        return Process(_popen(command, environment, log), None, serves=True)
 
 
 def start_daemon(command: str, environ: dict[str, str], log: BinaryIO) -> Process:
@@ -133,14 +122,8 @@ def terminate(processes: Sequence[Process], grace: float, loop: EventLoop) -> No
     """End the processes that still run, by SIGTERM and, after a grace period, by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
+            # The group may have no process of this user any more.
             if process.popen.poll() is None:
-                _signal_session(process.popen.pid, number)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.popen.pid, number)
         loop.run_until(lambda: all(process.popen.poll() is not None for process in processes), grace)
-
-
-def _signal_session(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        # The group has no process of ours any more.
-        pass

@@ -10,19 +10,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from mindnlp_dp.launch.processes.exit_status import read_text
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 # The limit for all ranks of a host together: their stacks go to the first host in one message (rendezvous/protocol.py).
 _MOST_STACKS_BYTES = 1 << 20
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        # The file was removed.
-        return ""
-
 
 # The signal at which ranks write their stacks: not SIGUSR1, which scripts use (Slurm sends it before the time limit).
 SIGNAL = signal.SIGRTMAX - 1
@@ -45,7 +37,7 @@ def stacks_of(ranks: Mapping[int, RankHeartbeat], log_dir: Path) -> dict[int, st
     most = _MOST_STACKS_BYTES // max(1, len(asked))
     deadline, texts = time.monotonic() + _STACK_SECONDS, dict[int, str]()
     while time.monotonic() < deadline:
-        before, texts = texts, {number: _read(path) for number, path in asked.items()}
+        before, texts = texts, {number: read_text(path) for number, path in asked.items()}
         if all(texts.values()) and texts == before:
             break
         time.sleep(0.05)
@@ -54,11 +46,7 @@ def stacks_of(ranks: Mapping[int, RankHeartbeat], log_dir: Path) -> dict[int, st
 
 def _handles(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal, which would end it at its start or at Python's very end."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", read_text(Path(f"/proc/{pid}/status")), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 

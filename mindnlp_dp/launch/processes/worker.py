@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import mmap
 import os
 import runpy
 import signal
@@ -40,6 +41,9 @@ COMMAND_FILE, HEARTBEATS_FILE = "command.json", "heartbeats"
 # Rank 0's output is shown, so when all ranks fail together, rank 0 reports first.
 OTHERS_WAIT_SECONDS = 0.2
 
+# How often a rank that has finished checks whether the others have.
+_OTHERS_END_SECONDS = 0.05
+
 # A rank that gave up waiting for another rank lets that rank report the cause first.
 ECHOES_WAIT_SECONDS = 1.0
 
@@ -52,12 +56,12 @@ def main() -> None:
     # A launcher in the background of a shell script ignores it, but its ranks must not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # With cards, a block of cores may be far from the rank's card; the card's driver knows better.
-    if default_device(os.environ) == "CPU":
-        own = ranks_of_this_host(os.environ, nproc)
+    on_cpu, own = default_device(os.environ) == "CPU", ranks_of_this_host(os.environ, nproc)
+    if on_cpu:
         os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), len(own), rank - own.start))
     log = LogFile(log_dir / f"worker_{rank}.log", os.environ)
     # For the launcher: this rank's progress, and its stacks when a signal asks for them.
-    heartbeat.report_to(shared / HEARTBEATS_FILE, rank)
+    memory = heartbeat.report_to(shared / HEARTBEATS_FILE, rank)
     heartbeat.writer.after_update = log.rotate_if_large
     faulthandler.register(SIGNAL, open_log(log_dir / f"worker_{rank}.stacks"), all_threads=True)
     # A segmentation fault in a kernel leaves the line of the script that called it in the log.
@@ -86,7 +90,16 @@ def main() -> None:
     # As Python does before it ends: it waits for the script's threads, which may still work, print, or end the process.
     threading._shutdown()  # type: ignore[attr-defined]
     heartbeat.writer.record_end_of_threads()
+    # A process that ends takes with it what MCCL's threads have not sent yet, and another rank waits for that.
+    while on_cpu and "MS_ROLE" in os.environ and _still_run(memory, own):
+        time.sleep(_OTHERS_END_SECONDS)
     log.silence_libraries()
+
+
+def _still_run(memory: mmap.mmap, ranks: range) -> bool:
+    """Return whether a script of these ranks, which are this host's, has not ended."""
+    found = heartbeat.read(memory)
+    return any(found[rank].exit_code is None for rank in ranks)
 
 
 def _say(text: object) -> None:

@@ -13,10 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from mindnlp_dp.launch.errors import LaunchError, LeaderLostError, RendezvousTimeoutError
+from mindnlp_dp.launch.errors import LaunchError, LeaderLostError, TemporaryError
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
-from mindnlp_dp.launch.processes.attempt import Attempt
-from mindnlp_dp.launch.processes.environment import this_host_name
+from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.protocol import AuthenticationError, Connection
 from mindnlp_dp.launch.rendezvous.server import Rendezvous
@@ -38,7 +37,7 @@ def connect(rendezvous: Rendezvous, seconds: float) -> Connection:
     """Connect to the endpoint, which may not be up yet, and return the connection.
 
     Raises:
-        RendezvousTimeoutError: the endpoint was not reachable within ``seconds``, or does not know this host's token.
+        TemporaryError: the endpoint was not reachable within ``seconds``, or does not know this host's token.
     """
     began, why, is_silent = time.monotonic(), "", True
     where = f"the endpoint {rendezvous.host}:{rendezvous.port}"
@@ -49,8 +48,7 @@ def connect(rendezvous: Rendezvous, seconds: float) -> Connection:
             connection = Connection(sock, rendezvous.token, is_server=False)
             until = time.monotonic() + 5
             while not connection.is_ready and time.monotonic() < until:
-                if connection.receive():
-                    break
+                connection.receive()
                 time.sleep(0.01)
             if connection.is_ready:
                 return connection
@@ -66,9 +64,7 @@ def connect(rendezvous: Rendezvous, seconds: float) -> Connection:
             why = str(error)
         waited = time.monotonic() - began
         if waited > seconds:
-            raise RendezvousTimeoutError(
-                f"{where} cannot be reached: {why}. If it is of this host itself: --node-rank 0"
-            )
+            raise TemporaryError(f"{where} cannot be reached: {why}. If it is of this host itself: --node-rank 0")
         if is_silent and waited > _SILENT_SECONDS:
             is_silent = False
             print(f"waiting for {where}, which cannot be reached yet: {why}", file=sys.stderr)
@@ -92,7 +88,7 @@ class HostAgent:
         self._rendezvous, self._loop, self._termination = rendezvous, loop, termination
         self._host = LocalHost(environ, slots, loop)
         self._join = {
-            "say": "join", "name": this_host_name(), "slots": slots, "job": rendezvous.job, "version": version,
+            "say": "join", "name": self._host.name, "slots": slots, "job": rendezvous.job, "version": version,
             "node_rank": node_rank, "device": default_device(environ), "launcher": secrets.token_hex(8),
         }  # fmt: skip
         # The connection to the endpoint; None before the first and once the endpoint is lost, which `_lost` explains.
@@ -103,14 +99,15 @@ class HostAgent:
         # What the last report said of ranks' ends, and when it was sent.
         self._ended: list[Any] = []
         self._reported = 0.0
-        self._is_ending = False
+        # The report from before this host's ranks were ended, while they are.
+        self._final: Optional[HostReport] = None
         loop.handler = self
 
     def run(self) -> int:
         """Follow the first host's orders until the job is over, and return its exit code.
 
         Raises:
-            RendezvousTimeoutError: the endpoint cannot be reached.
+            TemporaryError: the endpoint cannot be reached.
             LaunchError: an attempt cannot be started here.
         """
         patience = self._rendezvous.join_timeout
@@ -118,7 +115,7 @@ class HostAgent:
             while True:
                 try:
                     connection = connect(self._rendezvous, patience)
-                except RendezvousTimeoutError as error:
+                except TemporaryError as error:
                     if self._lost:
                         print(f"{error}; the job is over for this host", file=sys.stderr)
                         return LeaderLostError.exit_code
@@ -136,8 +133,7 @@ class HostAgent:
             raise
         finally:
             with self._termination.ignored():
-                self._is_ending = True
-                self._host.end()
+                self._end_ranks()
             if self._connection is not None:
                 self._connection.close()
 
@@ -146,7 +142,6 @@ class HostAgent:
         self._connection, self._orders, self._heard = connection, [], time.monotonic()
         self._ended, self._reported = [], 0.0
         self._say(**self._join)
-        has_told = False
         while self._connection is not None:
             self._loop.run_once(POLL_SECONDS)
             while self._orders:
@@ -156,9 +151,6 @@ class HostAgent:
                         print(order["why"], file=sys.stderr)
                     return int(order["code"])
                 self._obey(order)
-            if self._termination.asked is not None and not has_told:
-                has_told = True
-                self._say(say="terminates")
             self._termination.end(is_saved=self._host.number < 0)
         return None
 
@@ -180,31 +172,31 @@ class HostAgent:
         if orders or elapsed > lost_after / 2:
             # In the second case this launcher was stopped or busy; messages that were sent meanwhile arrive only now.
             self._heard = now
-        elif now - self._heard > lost_after and not self._is_ending:
+        elif now - self._heard > lost_after and self._final is None:
             self._lose(f"nothing was heard of {where} for {lost_after:.0f} s")
             return
-        if self._is_ending:
-            # The ranks' ends would look like failures.
-            if now - self._reported >= _REPORT_SECONDS:
-                self._reported = now
-                self._say(say="busy")
-            return
         # Ends are reported at once, progress twice a second. Between attempts the report is a heartbeat.
-        report = self._host.poll()
+        report = self._final or self._host.poll()
         ended = [(n, r.threads_ended) for n, r in report.ranks.items() if r.exit_code is not None] + [len(report.ended)]
         if now - self._reported >= _REPORT_SECONDS or ended != self._ended:
             self._reported, self._ended = now, ended
-            self._say(say="report", **{"try": self._host.number}, report=report.to_json())
+            self._report(self._host.number, report)
+
+    def _report(self, attempt: int, report: HostReport, *, has_ended: bool = False) -> None:
+        terminates = self._termination.asked is not None
+        self._say(say="report", attempt=attempt, report=report.to_json(), has_ended=has_ended, terminates=terminates)
 
     def _lose(self, why: str) -> None:
         assert self._connection is not None
         self._connection.close()
         self._connection, self._lost = None, why
 
-    def _end_ranks(self) -> None:
-        self._is_ending = True
+    def _end_ranks(self) -> HostReport:
+        """End this host's ranks; return the report from before, because ranks that are ended look like failures."""
+        self._final = report = self._host.poll()
         self._host.end()
-        self._is_ending = False
+        self._final = None
+        return report
 
     def _obey(self, order: Mapping[str, Any]) -> None:
         do = order["do"]
@@ -224,16 +216,10 @@ class HostAgent:
         elif do == "daemon":
             self._host.run_daemon(str(order["command"]))
         elif do == "answer":
-            self._say(say="answer", answer=self._answer(order))
+            rank = order["rank"]
+            self._say(say="answer", answer=self._host.stacks() if rank is None else self._host.tail(rank))
         elif do == "end":
-            report = self._host.poll()
-            self._end_ranks()
-            self._say(say="ended", **{"try": order["number"]}, report=report.to_json())
-
-    def _answer(self, question: Mapping[str, Any]) -> Any:
-        if question["what"] == "stacks":
-            return self._host.stacks()
-        return self._host.tail(question["rank"])
+            self._report(order["number"], self._end_ranks(), has_ended=True)
 
     def _say(self, **message: Any) -> None:
         if self._connection is not None:

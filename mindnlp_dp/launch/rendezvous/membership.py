@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from mindnlp_dp.launch.errors import RendezvousTimeoutError
+from mindnlp_dp.launch.errors import TemporaryError
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
@@ -60,11 +60,6 @@ class MinMax:
         return f"{self.least}:{self.most}" if self.is_elastic else str(self.least)
 
 
-def _place(host: Host) -> str:
-    """Return a key for a host, the same when it joins again. Names alone may be equal."""
-    return f"{host.name} {host.address}" if isinstance(host, RemoteHost) else host.name
-
-
 class Membership:
     """The hosts of a job, and the number of ranks on each.
 
@@ -87,8 +82,8 @@ class Membership:
         self.local, self._server, self._loop = local, server, loop
         self.nnodes, self.nproc, self._grow_after = nnodes, nproc, grow_after
         self._has_begun = False
-        # The times at which ranks were lost, by host.
-        self._lost: dict[str, list[float]] = {}
+        # The times at which ranks were lost, by the host's name and address, which it has again when it comes back.
+        self._lost: dict[tuple[str, str], list[float]] = {}
 
     @property
     def is_elastic(self) -> bool:
@@ -102,7 +97,7 @@ class Membership:
         """Return the hosts of the next attempt, as soon as enough have joined.
 
         Raises:
-            RendezvousTimeoutError: too few hosts have joined after ``join_timeout``.
+            TemporaryError: too few hosts have joined after ``join_timeout``.
         """
         if self._server is None:
             return [self.local]
@@ -124,7 +119,7 @@ class Membership:
                 if now - enough >= rendezvous.last_call_timeout:
                     break
             elif now - began > rendezvous.join_timeout:
-                raise RendezvousTimeoutError(
+                raise TemporaryError(
                     f"{len(hosts)} of {self.nnodes} hosts have joined at {where} in "
                     f"{rendezvous.join_timeout:.0f} s; start the same command on the others, with the same token"
                 )
@@ -141,14 +136,14 @@ class Membership:
         counts = []
         for host in hosts:
             most = min(self.nproc.most, host.slots)
-            lost = sum(now - when < self._grow_after for when in self._lost.get(_place(host), []))
+            lost = sum(now - when < self._grow_after for when in self._lost.get((host.name, host.address), []))
             counts.append(max(min(self.nproc.least, most), most - lost))
         return counts
 
     def note_lost_rank(self, host: Host) -> None:
         """Keep the place of a lost rank on that host empty for a while, if the job may be smaller."""
         if self.nproc.is_elastic:
-            self._lost.setdefault(_place(host), []).append(time.monotonic())
+            self._lost.setdefault((host.name, host.address), []).append(time.monotonic())
 
     def could_grow(self, num_ranks: int) -> bool:
         """Return whether an attempt would have more than ``num_ranks`` ranks if it were started now."""

@@ -1,4 +1,4 @@
-"""Send messages between the launchers of a job's hosts: JSON, each message with its length in front.
+"""Send messages between the launchers of a job's hosts: JSON, a line for each.
 
 :mod:`mindnlp_dp.launch.rendezvous.server` and :mod:`mindnlp_dp.launch.rendezvous.client` are the two ends.
 
@@ -16,7 +16,6 @@ import os
 import secrets
 import socket
 import stat
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
@@ -29,11 +28,8 @@ SHORTEST_TOKEN = 16
 
 _NONCE_BYTES = 16
 
-_MAC_BYTES = 32
-
-_LENGTH = struct.Struct(">I")
-
-LONGEST_BYTES = 4 << 20
+# The limits for a line, once the token is proved and before.
+LONGEST_BYTES, _LONGEST_GREETING = 4 << 20, 1024
 
 
 class AuthenticationError(Exception):
@@ -70,39 +66,30 @@ def read_token(environ: Mapping[str, str], file: Optional[Path] = None) -> bytes
 
 
 class Connection:
-    """One end of a connection; the end that was called (``is_server``) asks for a proof first.
+    """One end of a connection, which sends messages as lines; the end that was called asks for a proof first.
 
     Sockets do not block: :meth:`receive` returns the messages that have arrived, and sends what can be sent.
 
     Attributes:
-        is_ready: whether the other end has proved that it knows the token.
+        is_ready: whether the other end has proved that it knows the token. Only then may messages be sent.
+        address: address of the other end, which has called; "" if this end has.
+        was_asked: whether the other end, which was called, has asked for a proof.
     """
 
-    def __init__(self, sock: socket.socket, token: bytes, *, is_server: bool) -> None:
+    def __init__(self, sock: socket.socket, token: bytes, *, is_server: bool, address: str = "") -> None:
         sock.setblocking(False)
-        self.socket = sock
+        self.socket, self.address = sock, address
         self._token, self._is_server = token, is_server
-        self._mine = secrets.token_bytes(_NONCE_BYTES)
-        self._theirs = b""
-        self._in, self._out = b"", b""
-        self._kept: list[bytes] = []
+        self._mine, self._theirs = secrets.token_hex(_NONCE_BYTES).encode(), b""
+        self._in, self._out = b"", self._mine + b"\n" if is_server else b""
         self._says_no_more = False
         self._broken: Optional[Exception] = None
-        self.is_ready = False
-        if is_server:
-            self._out += self._mine
+        self.is_ready = self.was_asked = False
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message as soon as possible; keep it until the other end has proved the token."""
-        payload = json.dumps(message).encode()
-        if self.is_ready:
-            self._frame(payload)
-        else:
-            self._kept.append(payload)
+        """Send a message as soon as possible."""
+        self._out += json.dumps(message).encode() + b"\n"
         self.flush()
-
-    def _frame(self, payload: bytes) -> None:
-        self._out += _LENGTH.pack(len(payload)) + payload
 
     def send_last(self, message: Mapping[str, Any]) -> None:
         """Send a message, and none after it. :meth:`receive` raises once the other end has closed the connection too.
@@ -121,7 +108,7 @@ class Connection:
             except BlockingIOError:
                 return
             self._out = self._out[sent:]
-        if self._says_no_more and not self._kept:
+        if self._says_no_more:
             self.socket.shutdown(socket.SHUT_WR)
 
     def receive(self) -> list[Any]:
@@ -132,79 +119,55 @@ class Connection:
             EOFError: the other end has closed the connection.
             OSError: the connection is broken.
         """
+        most = LONGEST_BYTES if self.is_ready else _LONGEST_GREETING
         try:
             self.flush()
         except OSError as error:
+            # What the other end has sent before is still read.
             self._broken = self._broken or error
         try:
-            while part := self.socket.recv(1 << 16):
+            while len(self._in) <= most:
+                if not (part := self.socket.recv(1 << 16)):
+                    raise EOFError
                 self._in += part
-                if len(self._in) > LONGEST_BYTES + 64 or (not self.is_ready and len(self._in) > 1024):
-                    break
-            else:
-                self._broken = self._broken or EOFError()
         except BlockingIOError:
             pass
-        except OSError as error:
+        except (OSError, EOFError) as error:
             self._broken = self._broken or error
-        if not self.is_ready:
-            self._greet()
+        *lines, self._in = self._in.split(b"\n")
+        if len(self._in) > most:
+            raise AuthenticationError(f"a message of more than {most} bytes")
         messages = []
-        while self.is_ready and (payload := self._next()) is not None:
-            messages.append(json.loads(payload))
+        for line in lines:
+            if self.is_ready:
+                messages.append(json.loads(line))
+            else:
+                self._greet(line)
         if self._broken is not None and not messages:
             raise self._broken
         return messages
 
-    def _greet(self) -> None:
-        """Shake hands. Server: nonce out, nonce, proof in, proof out. Client: nonce in, nonce, proof out, proof in."""
+    def _greet(self, line: bytes) -> None:
+        """Shake hands: the server sends its nonce, the client its nonce and proof, and the server its proof."""
         if self._is_server:
-            if len(self._in) >= _NONCE_BYTES + _MAC_BYTES:
-                self._theirs = self._take(_NONCE_BYTES)
-                self._check(self._take(_MAC_BYTES), self._proof(b"client", self._mine, self._theirs))
-                self._out += self._proof(b"server", self._mine, self._theirs)
-                self._begin()
-        elif not self._theirs and len(self._in) >= _NONCE_BYTES:
-            self._theirs = self._take(_NONCE_BYTES)
-            self._out += self._mine + self._proof(b"client", self._theirs, self._mine)
-        if not self._is_server and self._theirs and len(self._in) >= _MAC_BYTES:
-            self._check(self._take(_MAC_BYTES), self._proof(b"server", self._theirs, self._mine))
-            self._begin()
+            self._theirs, _, proof = line.partition(b" ")
+            self._check(proof, b"client")
+            self._out += self._proof(b"server") + b"\n"
+        elif not self.was_asked:
+            self._theirs, self.was_asked = line, True
+            self._out += self._mine + b" " + self._proof(b"client") + b"\n"
+        else:
+            self._check(line, b"server")
         self.flush()
 
-    def _begin(self) -> None:
-        self.is_ready = True
-        for payload in self._kept:
-            self._frame(payload)
-        self._kept = []
+    def _proof(self, of: bytes) -> bytes:
+        nonces = (self._mine, self._theirs) if self._is_server else (self._theirs, self._mine)
+        return hmac.digest(self._token, b" ".join([b"mindnlp_dp", of, *nonces]), "sha256").hex().encode()
 
-    def _next(self) -> Optional[bytes]:
-        if len(self._in) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._in)
-        if length > LONGEST_BYTES:
-            raise AuthenticationError(f"a message of {length} bytes")
-        if len(self._in) < _LENGTH.size + length:
-            return None
-        self._take(_LENGTH.size)
-        return self._take(length)
-
-    def _take(self, count: int) -> bytes:
-        taken, self._in = self._in[:count], self._in[count:]
-        return taken
-
-    def _proof(self, what: bytes, of_server: bytes, of_client: bytes) -> bytes:
-        return hmac.digest(self._token, b"mindnlp_dp " + what + of_server + of_client, "sha256")
-
-    @property
-    def was_asked(self) -> bool:
-        """Return whether the other end, which was called, has asked for a proof."""
-        return bool(self._theirs)
-
-    @staticmethod
-    def _check(given: bytes, expected: bytes) -> None:
-        if not hmac.compare_digest(given, expected):
+    def _check(self, proof: bytes, of: bytes) -> None:
+        if not hmac.compare_digest(proof, self._proof(of)):
             raise AuthenticationError("the other end does not know this job's token")
+        self.is_ready = True
 
     def close(self) -> None:
         try:

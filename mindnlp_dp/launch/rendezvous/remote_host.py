@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Optional
 
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
@@ -39,7 +39,7 @@ class RemoteHost:
         self._connection, self._loop = connection, loop
         self.name, self.slots, self.node_rank = str(said["name"]), int(said["slots"]), said.get("node_rank")
         self.launcher = str(said["launcher"])
-        self.address = address_of(connection.socket.getpeername())
+        self.address = connection.address
         # The address by which this host reaches the first one.
         self.address_of_server = address_of(connection.socket.getsockname())
         self.heard, self.lost, self.terminates = time.monotonic(), "", False
@@ -50,14 +50,12 @@ class RemoteHost:
     def hear(self, said: dict[str, Any]) -> None:
         self.heard = time.monotonic()
         what = said["say"]
-        if what == "report" and said["try"] == self._number:
-            self._report = HostReport.from_json(said["report"])
-        elif what == "ended" and said["try"] == self._number:
-            self._report, self._has_ended = HostReport.from_json(said["report"]), True
+        if what == "report":
+            self.terminates = said["terminates"]
+            if said["attempt"] == self._number:
+                self._report, self._has_ended = HostReport.from_json(said["report"]), said["has_ended"]
         elif what == "answer":
             self._answer = said["answer"]
-        elif what == "terminates":
-            self.terminates = True
         elif what == "leave":
             self.lost = str(said["why"])
 
@@ -79,14 +77,15 @@ class RemoteHost:
         return self._report
 
     def stacks(self) -> dict[int, str]:
-        return {int(rank): str(text) for rank, text in (self._ask(what="stacks") or {}).items()}
+        return {int(rank): str(text) for rank, text in (self._ask(None) or {}).items()}
 
     def tail(self, rank: int) -> str:
-        return str(self._ask(what="tail", rank=rank) or "")
+        return str(self._ask(rank) or "")
 
-    def _ask(self, **question: Any) -> Any:
+    def _ask(self, rank: Optional[int]) -> Any:
+        """Return the end of a rank's log or, without a rank, the stacks of all; None without an answer."""
         self._answer = None
-        self.say(do="answer", **question)
+        self.say(do="answer", rank=rank)
         self._loop.run_until(lambda: self._answer is not None or bool(self.lost), _ANSWER_SECONDS)
         return self._answer
 

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -73,10 +74,9 @@ class RendezvousServer:
         self.rendezvous, self._version, self._loop, self._one_a_host = rendezvous, version, loop, one_a_host
         self._device = device
         self.hosts: list[RemoteHost] = []
-        # Callers that have not proved the token: their time of arrival and address.
-        self._strangers: dict[Connection, tuple[float, str]] = {}
         self._by_connection: dict[Connection, RemoteHost] = {}
-        # Connections that were sent their last message, and how long to wait for them to receive it.
+        # Until when callers may prove the token, and callers and hosts receive their last message.
+        self._strangers: dict[Connection, float] = {}
         self._parting: dict[Connection, float] = {}
         # Addresses that were already named in a message.
         self._refused: set[str] = set()
@@ -119,8 +119,7 @@ class RendezvousServer:
             self._beat = now
             for host in self._by_connection.values():
                 host.say(do="beat")
-        over = [connection for connection, until in self._parting.items() if now > until]
-        over += [caller for caller, (since, _) in self._strangers.items() if now - since > _GREETING_SECONDS]
+        over = [caller for caller, until in [*self._parting.items(), *self._strangers.items()] if now > until]
         over += [connection for connection, host in self._by_connection.items() if host.lost]
         for connection in over:
             self._hang_up(connection)
@@ -133,28 +132,23 @@ class RendezvousServer:
             except OSError:
                 # No caller is waiting, or this process has run out of descriptors.
                 return
-            self._make_room(address_of(name))
-            self._greet(sock, address_of(name))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(sock, self.rendezvous.token, is_server=True, address=address_of(name))
+            self._make_room(connection.address)
+            self._strangers[connection] = time.monotonic() + _GREETING_SECONDS
+            with suppress(OSError):
+                connection.flush()
 
     def _make_room(self, address: str) -> None:
         """Close a random caller's connection if there are too many, so that no caller can keep out a host.
 
         If the new caller's address has too many connections, close one of those.
         """
-        own = [connection for connection, (_, where) in self._strangers.items() if where == address]
+        own = [connection for connection in self._strangers if connection.address == address]
         if len(own) >= _MOST_STRANGERS_OF_ONE_ADDRESS:
             self._hang_up(random.choice(own))
         elif len(self._strangers) >= _MOST_STRANGERS:
             self._hang_up(random.choice(list(self._strangers)))
-
-    def _greet(self, sock: socket.socket, address: str) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(sock, self.rendezvous.token, is_server=True)
-        self._strangers[connection] = time.monotonic(), address
-        try:
-            connection.flush()
-        except OSError:
-            pass
 
     def _hear(self, connection: Connection) -> None:
         host = self._by_connection.get(connection)
@@ -169,8 +163,13 @@ class RendezvousServer:
             if host is not None:
                 host.lost = host.lost or why
             else:
-                if isinstance(error, AuthenticationError):
-                    self._name_who_was_refused(connection)
+                is_new = connection.address not in self._refused and len(self._refused) < _MOST_STRANGERS
+                if isinstance(error, AuthenticationError) and is_new:
+                    self._refused.add(connection.address)
+                    print(
+                        f"a process at {connection.address} does not know this job's token, and was refused",
+                        file=sys.stderr,
+                    )
                 self._hang_up(connection)
 
     def _hang_up(self, connection: Connection) -> None:
@@ -187,15 +186,6 @@ class RendezvousServer:
             connection.send_last({"do": "over", "code": code, "why": why})
         except OSError:
             self._hang_up(connection)
-
-    def _name_who_was_refused(self, connection: Connection) -> None:
-        try:
-            address = address_of(connection.socket.getpeername())
-        except OSError:
-            return
-        if address not in self._refused and len(self._refused) < _MOST_STRANGERS:
-            self._refused.add(address)
-            print(f"a process at {address} does not know this job's token, and was refused", file=sys.stderr)
 
     def _welcome(self, connection: Connection, said: dict[str, Any]) -> Optional[RemoteHost]:
         if said["say"] == "daemon":
@@ -234,8 +224,8 @@ class RendezvousServer:
 
     def _has_launcher(self, connection: Connection) -> bool:
         """Return whether the caller is on this host, or on one that has already joined."""
-        theirs, ours = (address_of(name) for name in (connection.socket.getpeername(), connection.socket.getsockname()))
-        return theirs == ours or any(host.address == theirs for host in self.hosts)
+        ours = address_of(connection.socket.getsockname())
+        return connection.address in [ours, *(host.address for host in self.hosts)]
 
     def close(self, code: int) -> None:
         """Tell all hosts that the job is over, with this exit code, and wait until they have received it."""

@@ -154,7 +154,6 @@ class Pipeline:
                     order.popleft()
                     result = functools.partial(
                         MicroStep, weight=batch.weight, indices=batch.indices, loss_replication=loss_replication,
-                        num_samples=batch.num_rows,
                     )  # fmt: skip
                     # Yield within the span: accumulating the gradients counts as part of the backward pass.
                     if not np.isfinite(loss):
