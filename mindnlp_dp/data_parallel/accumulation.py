@@ -318,21 +318,16 @@ class BufferedAccumulator(GradientAccumulator):
 class MicroStep:
     """The result of one forward and backward pass on this rank.
 
-        Attributes:
-            loss: the mean loss of the micro-batch; if the exchange defers losses, perhaps a scalar tensor.
-            gradients: gradients in the order of the synchronizer's parameters; None if the micro-batch has no weight and
-                was not computed.
-            weight: the weight of the loss in the mean over ranks and micro-batches.
-            indices: indices of the samples, if known.
-            has_nonfinite_peer: whether the gradients contain NaN or infinity from another rank's loss; experts get
-                gradients from several ranks.
-            loss_replication: number of ranks that split this micro-batch. Each has the full loss, and the gradients of its
-    <<<<<<< HEAD
-                part times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
-            num_samples: number of samples in the micro-batch.
-    =======
-                rows times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
-    >>>>>>> main
+    Attributes:
+        loss: the mean loss of the micro-batch; if the exchange defers losses, perhaps a scalar tensor.
+        gradients: gradients in the order of the synchronizer's parameters; None if the micro-batch has no weight and
+            was not computed.
+        weight: the weight of the loss in the mean over ranks and micro-batches.
+        indices: indices of the samples, if known.
+        has_nonfinite_peer: whether the gradients contain NaN or infinity from another rank's loss; experts get
+            gradients from several ranks.
+        loss_replication: number of ranks that split this micro-batch. Each has the full loss, and the gradients of its
+            part times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
     """
 
     loss: Any
