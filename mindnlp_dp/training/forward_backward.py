@@ -114,10 +114,8 @@ class ForwardBackward:
                 # The loss of a dummy batch belongs to another rank.
                 loss = self._loss_now_or_later(loss) if weight > 0 else 0.0
                 has_bad_peer = self.model.has_nonfinite_peer(loss) | self.across_ranks.has_nonfinite_peer(loss)
-                yield MicroStep(
-                    loss, gradients, weight, _indices(batch), has_bad_peer,
-                    loss_replication=self.model.loss_replication,
-                )  # fmt: skip
+                replication = self.model.loss_replication
+                yield MicroStep(loss, gradients, weight, _indices(batch), has_bad_peer, loss_replication=replication)
             elif mine is not None:
                 yield MicroStep.without_weight(_indices(mine))
             if weight > 0:
