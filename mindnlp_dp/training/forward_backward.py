@@ -99,7 +99,8 @@ class ForwardBackward:
             is_last = number + 1 == len(completed)
             if batch is not None:
                 inputs = inputs if batch is mine else self.inputs_of(batch)
-                sending = self.exchange.backward(weight) if is_last else contextlib.nullcontext()
+                share = weight / self.model.loss_replication
+                sending = self.exchange.backward(share) if is_last else contextlib.nullcontext()
                 timed = self.timeline.forward_and_backward(self.model.model, step=step, micro_step=number)
                 streams = None if key is None else self._streams(batch, key)
                 with (

@@ -10,6 +10,7 @@ from mindspore import Tensor
 from tiny_transformers import DECODERS, LENGTH, LORA, VOCAB, build, train, whole_weights
 
 import mindnlp_dp as dp
+from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.language_modeling.rows import Collator
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, TensorPlan, plan_for
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
@@ -325,3 +326,18 @@ def test_stages_and_parts_of_rows_cannot_be_combined(group):
         dp.parallelize(build("llama"), dp.init_device_mesh({"pp": 2, "sp": 2}))
     with pytest.raises(ValueError, match="the sizes of dp and tp may differ by stage, that of sp may not"):
         dp.init_device_mesh({"pp": 2, "sp": (2, 1)})
+
+
+@needs_two
+def test_gradients_are_exchanged_during_the_backward_pass(group, capsys):
+    """The exchange counts the same weights during the backward pass as after it: no update is exchanged again."""
+    model = dp.parallelize(build("llama"), make_mesh())
+    model.set_train(True)
+    parameters = list(model.parameters())
+    step = dp.make_train_step(
+        lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, overlap=True, bucket_cap_mb=0.01
+    )
+    for number in range(4):
+        step(rows_of([12, 9 - number]))
+    assert step.train_step.synchronizer.overlap.state is OverlapState.ON
+    assert "from here on" not in capsys.readouterr().err
