@@ -5,6 +5,7 @@
     python benchmarks/bench_memory.py --large --json outputs/bench_memory_large.json     (a RoBERTa-large, 20 GiB)
     python benchmarks/bench_memory.py --recompute --json outputs/bench_recompute.json
     python benchmarks/bench_memory.py --estimate --json outputs/bench_estimate.json
+    python benchmarks/bench_memory.py --sequence --json outputs/bench_sequence.json
 
 Memory is Linux's proportional set size (PSS), which counts memory that ranks share once; the resident set size would
 count it on every rank. Each rank first imports all libraries and trains a tiny model, so that everything is loaded and
@@ -30,11 +31,17 @@ that of updates with one sequence of 16 tokens.
 
 With --estimate, one process trains three models, with and without recomputation; the growth of its resident memory from
 before the weights are created to the peak of an update is compared with the estimate.
+
+With --sequence, a small Llama trains on rows of 512 to 4,096 tokens, as many rows as ranks, with one rank (one row), by
+sequence parallelism on 2 and 4 ranks, and by data parallelism on 2. Every rank so computes as many tokens. The growth
+of a rank's peak resident memory over that of an update of rows of 16 tokens is given, and the time of an update, each
+on a core of its own for 1 and 2 ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
@@ -63,6 +70,8 @@ from common import (
 )
 from train_bert import LABELS, LEARNING_RATE, MAX_NORM, make_bert
 
+from mindnlp_dp.schedules.mesh_spec import mesh_name
+
 RANKS = (1, 2, 4)
 LENGTH = 16
 # The layers of the BERT for --recompute, and its sequences: their number and length.
@@ -76,6 +85,13 @@ ESTIMATED: dict[str, tuple[dict[str, Any], int, int]] = {
     "GPT-2, 6 layers": ({"model_type": "gpt2", "n_embd": 512, "n_layer": 6, "n_head": 8, "pad_token_id": 0}, 8, 256),
     "RoBERTa-base": ({"model_type": "roberta", "vocab_size": 50265, "max_position_embeddings": 514}, 16, 128),
 }  # fmt: skip
+# The Llama for --sequence, and the lengths of its rows.
+LLAMA = {
+    "vocab_size": 2000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 688, "max_position_embeddings": 4096, "use_cache": False,
+}  # fmt: skip
+LENGTHS = (512, 1024, 2048, 4096)
+SEQUENCE_MESHES = ({"sp": 1}, {"sp": 2}, {"sp": 4}, {"dp": 2})
 CLASSES = {
     "bert": ("BertForSequenceClassification", "BertConfig"),
     "gpt2": ("GPT2ForSequenceClassification", "GPT2Config"),
@@ -230,6 +246,45 @@ def grown_by_training(args: argparse.Namespace) -> dict[str, Any]:
     return {"bytes": peak_bytes() - before}
 
 
+def of_long_rows(args: argparse.Namespace) -> dict[str, Any]:
+    """Return, by length of a row, the growth of a rank's peak memory and the seconds of an update."""
+    from mindnlp.core import optim
+    from mindnlp.transformers import LlamaConfig, LlamaForCausalLM
+
+    import mindnlp_dp as dp
+    from mindnlp_dp.schedules.mesh_spec import parse_mesh
+
+    group = dp.init_process_group()
+    mesh = dp.init_device_mesh(parse_mesh(args.mesh))
+    model = dp.parallelize(LlamaForCausalLM(LlamaConfig(**LLAMA)), mesh)
+    model.set_train(True)
+    parameters = list(model.parameters())
+    step = dp.make_train_step(
+        lambda **columns: model(**columns).loss, optim.AdamW(parameters, lr=LEARNING_RATE), parameters, model=model,
+        max_grad_norm=MAX_NORM, zero_stage=0,
+    )  # fmt: skip
+    rows = group.world_size // mesh.dp_group.world_size
+
+    def update(length: int) -> float:
+        ids = np.random.default_rng(mesh.dp_group.rank).integers(3, LLAMA["vocab_size"], (rows, length))
+        began = time.perf_counter()
+        step({"input_ids": ids, "labels": ids})
+        return time.perf_counter() - began
+
+    update(LENGTH)
+    update(LENGTH)
+    reset_peak()
+    update(LENGTH)
+    # The memory of a longer row is kept for the next one, so every length is compared with the beginning.
+    before, found = peak_bytes(), {}
+    for length in LENGTHS:
+        update(length)
+        seconds = [update(length) for _ in range(3)]
+        grown = int(group.all_reduce(np.array([peak_bytes() - before]), op="max")[0])
+        found[str(length)] = {"bytes": grown, "seconds": statistics.median(seconds)}
+    return found
+
+
 def train_large(args: argparse.Namespace) -> dict[str, Any]:
     import mindnlp_dp as dp
 
@@ -331,6 +386,32 @@ def run_estimate(args: argparse.Namespace) -> dict[str, Any]:
     return {"estimate": numbers}
 
 
+def run_sequence(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure rows of several lengths with one rank, sequence parallelism and data parallelism."""
+    names = {mesh_name(mesh): math.prod(mesh.values()) for mesh in SEQUENCE_MESHES}
+    jobs: dict[str, Job] = {
+        name: (job_of(__file__, "of_long_rows", num_ranks, "--mesh", name), {}) for name, num_ranks in names.items()
+    }
+    results = in_turns(jobs, args.repeats)
+    print(f"{machine()}; a Llama of 4 layers, as many rows as ranks, medians of {args.repeats} jobs")
+    cells = []
+    for length in map(str, LENGTHS):
+        row, one = [length], [done[length]["bytes"] for done in results["sp=1"]]
+        dp = [done[length]["seconds"] for done in results["dp=2"]]
+        for name, done in results.items():
+            grown, seconds = ([each[length][what] for each in done] for what in ("bytes", "seconds"))
+            # Each rank has as many tokens as one process with one row.
+            row += [f"{statistics.median(grown) / 1e6:.0f}", f"{statistics.median(seconds):.2f}"]
+            if name == "sp=2":
+                row += [f"{median_ratio(grown, one):.2f}", f"{median_ratio(seconds, dp):.2f}"]
+        cells.append(row)
+    header = [
+        title for name in names for title in (f"{name}: MB", "s", *(["x MB of sp=1", "x s of dp=2"] * (name == "sp=2")))
+    ]
+    print_table(["length", *header], cells)
+    return {"sequence": results}
+
+
 def run_recompute(args: argparse.Namespace) -> dict[str, Any]:
     layers = {"all kept": "none", "every layer recomputed": "every", "every second layer": "second"}
     jobs: dict[str, Job] = {}
@@ -390,18 +471,24 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     return {"bytes": peaks, "moments": moments, "ratios": ratios}
 
 
-CHOICES = {"large": run_large, "recompute": run_recompute, "estimate": run_estimate, "all": run_all}
+CHOICES = {
+    "large": run_large, "recompute": run_recompute, "estimate": run_estimate, "sequence": run_sequence, "all": run_all,
+}  # fmt: skip
 
 if __name__ == "__main__":
     run_benchmark(
         __doc__,
         lambda args: CHOICES[next((name for name in CHOICES if getattr(args, name, False)), "all")](args),
-        {"grown": grown, "large": train_large, "activations": activations, "grown_by_training": grown_by_training},
+        {
+            "grown": grown, "large": train_large, "activations": activations, "grown_by_training": grown_by_training,
+            "of_long_rows": of_long_rows,
+        },
         repeats=3, torch=True, zero_stage={}, ids={"type": Path}, layers_recomputed={},
         ranks={"type": int, "nargs": "+", "default": RANKS, "help": "the last one is that of --large"},
         large={"action": "store_true", "help": "a RoBERTa-large on four ranks instead"},
         recompute={"action": "store_true", "help": "activations of a BERT, and recomputation, instead"},
         estimate={"action": "store_true", "help": "what mindnlp-dp estimate says of three models, instead"}, model={},
+        sequence={"action": "store_true", "help": "rows of several lengths by sequence parallelism, instead"}, mesh={},
         layers={"type": int, "default": 24, "help": "of the RoBERTa"},
         width={"type": int, "default": 1024, "help": "of the RoBERTa"},
         updates={"type": int, "default": 3, "help": "of the RoBERTa"},

@@ -27,7 +27,7 @@ from mindnlp_dp.commands.calibrate.fit import measure_cluster
 from mindnlp_dp.planner import choose_strategies, load_cluster, load_model, plan, predict, slice_stages
 from mindnlp_dp.schedules.pipeline import SCHEDULES
 
-MESHES: tuple[dict[str, int], ...] = ({"dp": 2}, {"tp": 2}, {"pp": 2})
+MESHES: tuple[dict[str, int], ...] = ({"dp": 2}, {"tp": 2}, {"pp": 2}, {"sp": 2})
 
 
 def seconds_of(function: Callable[[], Any]) -> tuple[float, Any]:

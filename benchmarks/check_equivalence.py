@@ -40,6 +40,7 @@ TASKS = {
     "masked LM, RoBERTa": "RobertaForMaskedLM",
     "causal LM, GPT-2": "GPT2LMHeadModel",
     "causal LM, Llama": "LlamaForCausalLM",
+    "causal LM, packed rows, Llama": "LlamaForCausalLM",
     "causal LM with router loss, Mixtral": "MixtralForCausalLM",
     "encoder-decoder, T5": "T5ForConditionalGeneration",
     "encoder-decoder, BART": "BartForConditionalGeneration",
@@ -53,8 +54,12 @@ TASKS = {
     "preferences (DPO), Llama": "LlamaForCausalLM",
     "resized embeddings, Llama": "LlamaForCausalLM",
 }
-WAYS = ("Trainer", "custom loop", "tp", "pp")
-MESHES = {"tp": {2: "tp=2", 4: "dp=2,tp=2"}, "pp": {2: "pp=2", 4: "dp=2,pp=2"}}
+# By way, the mesh of a number of ranks; the other ways are data parallelism.
+MESHES = {
+    "tp": {2: "tp=2", 4: "dp=2,tp=2"}, "pp": {2: "pp=2", 4: "dp=2,pp=2"},
+    "sp=2": {2: "sp=2"}, "dp=2,sp=2": {4: "dp=2,sp=2"}, "sp=4": {4: "sp=4"}, "tp=2,sp=2": {4: "tp=2,sp=2"},
+}  # fmt: skip
+WAYS = ("Trainer", "custom loop", *MESHES)
 ROWS, ACCUMULATIONS, RATE = 9, (1, 3), 0.1
 
 
@@ -101,6 +106,11 @@ def task_of(name: str, dropout: float) -> Task:
         return with_class_weights(
             lambda: build(model_class, dropout=dropout), samples(model_class, build(model_class), 108)
         )
+    if "packed" in name:
+        from mindnlp_dp.language_modeling.rows import Collator
+
+        rows = packed(samples(model_class, build(model_class), 4 * 27))
+        return Task(lambda: build(model_class, dropout=dropout), rows, Collator(0, is_packed=True))
     if name.startswith("preferences"):
         return preferences(lambda: build(model_class, dropout=dropout))
 
@@ -128,6 +138,17 @@ def ragged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     sizes = np.random.default_rng(1).integers(5, len(rows[0]["input_ids"]) + 1, len(rows))
     return [{name: x[:size] if np.ndim(x) else x for name, x in row.items()} for row, size in zip(rows, sizes)]
+
+
+def packed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples as rows of two or three texts, of other lengths in each."""
+    import numpy as np
+
+    rng, length = np.random.default_rng(1), len(rows[0]["input_ids"])
+    ends = [np.sort(rng.choice(np.arange(1, length), 2)) for _ in rows]
+    texts = [np.searchsorted(end, np.arange(length), side="right") for end in ends]
+    kept = ("input_ids", "labels")
+    return [{**{name: row[name] for name in kept}, "texts": text} for row, text in zip(rows, texts)]
 
 
 def with_class_weights(make: Callable[[], Any], rows: list[dict[str, Any]]) -> Task:
@@ -207,7 +228,7 @@ def by_trainer(task: Task, model: Any, rows: Any, batch: tuple[int, int], folder
     return train(
         model, rows, folder, trainer_class, per_device_train_batch_size=size, optim="sgd", learning_rate=RATE,
         gradient_accumulation_steps=accumulation, max_grad_norm=1.0, dataset_shuffle=False, logging_strategy="no",
-        data_collator=task.collate, remove_unused_columns=task.loss is None,
+        data_collator=task.collate, remove_unused_columns=task.loss is None and "texts" not in rows[0],
     ).model  # fmt: skip
 
 

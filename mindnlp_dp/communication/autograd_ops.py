@@ -12,6 +12,7 @@ reduce_from (g)      all-reduce            nothing
 gather_from          all-gather            this rank's part
 scatter_to           this rank's part      all-gather
 all_gather           all-gather            reduce-scatter
+all_reduce           all-reduce            all-reduce
 reduce_scatter       reduce-scatter        all-gather
 all_to_all           rows to ranks         rows back
 ===================  ====================  ====================
@@ -57,6 +58,11 @@ def scatter_to(x: Tensor, group: ProcessGroup, dim: int = -1) -> Tensor:
 def all_gather(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
     """Concatenate as :func:`gather_from` does, for a sharded computation: gradients are summed over the ranks."""
     return x if group.world_size == 1 else _AllGather.apply(x, group, dim)
+
+
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum as :func:`reduce_from` does, for a sharded computation: gradients are summed over the ranks, too."""
+    return x if group.world_size == 1 else _AllReduce.apply(x, group)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
@@ -111,6 +117,17 @@ class _ReduceFrom(_Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
+
+
+class _AllReduce(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _sum(gradient, ctx.group), None
 
 
 class _GatherFrom(_Function):

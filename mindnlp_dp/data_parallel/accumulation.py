@@ -327,7 +327,7 @@ class MicroStep:
         has_nonfinite_peer: whether the gradients contain NaN or infinity from another rank's loss; experts get
             gradients from several ranks.
         loss_replication: number of ranks that split this micro-batch. Each has the full loss, and the gradients of its
-            rows times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
+            part times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
     """
 
     loss: Any

@@ -25,7 +25,7 @@ from mindnlp_dp.kernels.sample_layout import (
     tile_number,
 )
 from mindnlp_dp.kernels.workers import parallel_for_blocks
-from mindnlp_dp.runtime.random_state import SampleStreams, sample_streams
+from mindnlp_dp.runtime.random_state import SampleStreams, Shard, ShardOf, sample_streams
 
 _MASK = (1 << 64) - 1
 _ENTROPY = int.from_bytes(os.urandom(8), "little")
@@ -53,6 +53,8 @@ def dropout_mask(shape: Sequence[int], drop: float, key: tuple[int, int]) -> np.
     if not math.prod(shape):
         return np.empty(0, bool)
     num_samples, call = len(streams.positions), key[1]
+    if streams.shard is not None and streams.shard.of is ShardOf.TOKENS:
+        return _mask_of_tokens(shape, drop, key, streams, streams.shard)
     layout = layout_of(shape, num_samples, streams)
     if layout is None:
         streams.record.doubt = (
@@ -63,6 +65,26 @@ def dropout_mask(shape: Sequence[int], drop: float, key: tuple[int, int]) -> np.
     if not streams.record.doubt:
         streams.record.doubt = _doubt(shape, layout, streams, call)
     return keep_mask_of_samples(shape, layout, drop, (streams.key, call), streams)
+
+
+def _mask_of_tokens(
+    shape: Sequence[int], drop: float, key: tuple[int, int], streams: SampleStreams, shard: Shard
+) -> np.ndarray:
+    """Return the mask of a tensor (B, L, D), (B * R, L, D) or (B * L, D) that has some of the tokens of each row."""
+    assert streams.positions is not None, "checked by the caller"
+    here, num_samples = shard.last - shard.first, len(streams.positions)
+    is_flat = len(shape) == 2 and shape[0] % here == 0
+    num_rows = shape[0] // here if is_flat else shape[0]
+    if num_rows % num_samples or not (is_flat or shape[1] == here):
+        streams.record.doubt = f"a tensor of shape {tuple(shape)} does not have {here} tokens of {num_samples} samples"
+        return keep_mask(math.prod(shape), drop, key)
+    full = (num_rows * shard.total, *shape[1:]) if is_flat else (num_rows, shard.total, *shape[2:])
+    streams.shard = None
+    try:
+        mask = dropout_mask(full, drop, key)
+    finally:
+        streams.shard = shard
+    return mask.reshape(num_rows, shard.total, -1)[:, shard.first : shard.last].reshape(-1)
 
 
 def _doubt(shape: Sequence[int], layout: SampleLayout, streams: SampleStreams, call: int) -> str:

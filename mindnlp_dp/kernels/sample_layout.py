@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from mindnlp_dp.runtime.random_state import SampleStreams, Shard
+from mindnlp_dp.runtime.random_state import SampleStreams, Shard, ShardOf
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SampleLayout:
 
     def shard_dim(self, shard: Shard) -> int:
         """Return the number of the dimension in ``dims`` that a shard has a part of."""
-        if shard.is_last_dim:
+        if shard.of is ShardOf.WIDTH:
             return len(self.dims) - 1 - (self.axis or 0)
         # Attention heads have their own dimension, or are flattened into the rows.
         return 1 if len(self.dims) == 4 else 0
@@ -103,7 +103,7 @@ def _tokens(dims: tuple[int, ...], streams: SampleStreams) -> tuple[int, ...]:
     """Return the dimensions of a sample's elements (rows, ...) that count tokens."""
     rows, *others = dims
     is_length = [size in streams.lengths for size in dims]
-    has_shard_of_heads = streams.shard is not None and not streams.shard.is_last_dim
+    has_shard_of_heads = streams.shard is not None and streams.shard.of is ShardOf.HEADS
     if len(dims) <= 2:
         return (0,) if is_known_number_of_rows(rows, streams) else ()
     if len(dims) == 3:

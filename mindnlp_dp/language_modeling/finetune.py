@@ -145,10 +145,11 @@ def train(
 
 
 def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingTask) -> list[dict[str, str]]:
-    """Let the model complete the prompts, by its most likely tokens; every rank calls it. Stages cannot generate."""
+    """Let the model complete the prompts, by its most likely tokens; every rank calls it. Not with stages or ``sp``."""
     from mindspore import Tensor
 
-    if dp.get_device_mesh().sizes["pp"] > 1:
+    sizes = dp.get_device_mesh().sizes
+    if max(sizes["pp"], sizes["sp"]) > 1:
         return []
     tokenizer = Tokenizer.from_str(task.tokenizer_json)
     positions = getattr(model.config, "max_position_embeddings", None) or config.max_length + config.max_new_tokens

@@ -1,1 +1,1 @@
-"""Shards models over ranks: tensor, pipeline and expert parallelism, also combined with data parallelism."""
+"""Shards models over ranks: tensor, pipeline, expert and sequence parallelism, also combined with data parallelism."""

@@ -65,7 +65,7 @@ class ParallelModel(ReplicatedModel):
         self.world = self.mesh.world
         self.placements = placements
         self.seed_rank = self.mesh.seed_rank
-        self.loss_replication = self.mesh.sizes["dp_in_stage"]
+        self.loss_replication = self.mesh.sizes["dp_in_stage"] * self.mesh.sizes["sp"]
         self.pipeline: Optional[Pipeline] = None
         self._row_weights = row_weights
 

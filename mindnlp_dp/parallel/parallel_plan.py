@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -26,11 +25,6 @@ STYLES = {
     "vocab_parallel": "the word embedding by its rows, or the linear layer with one output for each word",
 }
 _PACKED = "packed_colwise:"
-# Earlier names of the styles, and what replaces them.
-_OLD_STYLES = {
-    "columns": "colwise", "columns of 3": "packed_colwise:3", "rows": "rowwise", "vocabulary": "vocab_parallel",
-    "vocabulary head": "vocab_parallel", "table columns": "colwise",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,12 +55,7 @@ class TensorPlan:
 
 
 def _style(pattern: str, style: str) -> str:
-    """Return a style, a deprecated name replaced; raise ValueError if it is unknown."""
-    if style in _OLD_STYLES:
-        new = _OLD_STYLES[style]
-        # At the line that calls TensorPlan(): __init__ and __post_init__ are between.
-        warnings.warn(f"{pattern}: the style {style!r} is now called {new!r}", FutureWarning, stacklevel=5)
-        return new
+    """Return a style; raise ValueError if it is unknown."""
     if style not in STYLES and num_packed(style) < 2:
         raise ValueError(f"{pattern}: the styles of layers are {', '.join(STYLES)}; got {style!r}")
     return style
@@ -312,6 +301,9 @@ def head_of(model: Any) -> Optional[str]:
 _UNSUPPORTED: Sequence[tuple[str, Callable[[Any], Any], str]] = (
     ("tp", lambda config: config.qk_layernorm, "qk_layernorm, whose weights all heads share"),
     ("tp", lambda config: config.pretraining_tp > 1, "pretraining_tp, which splits weights itself; set it to 1"),
+    ("sp", lambda config: config.pretraining_tp > 1, "pretraining_tp, which splits weights itself; set it to 1"),
+    ("sp", lambda config: config.alibi or config.model_type in ("bloom", "mpt"), "ALiBi, position biases by head"),
+    ("sp", lambda config: config.output_hidden_states or config.output_attentions, "outputs of each layer"),
     ("tp", lambda config: config.alibi or config.model_type in ("bloom", "mpt"), "ALiBi, position biases by head"),
     ("pp", lambda config: config.layerdrop > 0, "layerdrop, by which stages would leave out layers; set it to 0"),
 )

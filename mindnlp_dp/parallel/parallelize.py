@@ -27,7 +27,10 @@ from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, pipeline_ed
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
 from mindnlp_dp.parallel.placement import Placements, replicate_all, take_shards
 from mindnlp_dp.parallel.plan_check import PlanCheck
-from mindnlp_dp.parallel.tensor_parallel.edits import tensor_parallel_edits
+from mindnlp_dp.parallel.sequence_parallel.edits import sequence_parallel_edits
+from mindnlp_dp.parallel.sequence_parallel.shards import SequenceShards
+from mindnlp_dp.parallel.sharded_head import sharded_head_edits
+from mindnlp_dp.parallel.tensor_parallel.edits import rank_local_dropouts, tensor_parallel_edits
 from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, expert_parallel_edits
 from mindnlp_dp.parallel.weights.meta_init import fill_missing
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles
@@ -167,6 +170,12 @@ def _planned(
         edits += tensor_parallel_edits(index, checked.tensor, placements)
     if mesh.sizes["ep"] > 1 and checked.experts is not None:
         edits += expert_parallel_edits(index, checked.experts, placements, row_weights)
+    shards = SequenceShards(mesh.group("sp")) if mesh.sizes["sp"] > 1 else None
+    if checked.tensor is not None and max(mesh.sizes["tp"], mesh.sizes["sp"]) > 1:
+        edits += sharded_head_edits(index, checked.tensor, mesh, shards)
+        edits += rank_local_dropouts(index, checked.tensor, mesh)
+    if shards is not None:
+        edits += sequence_parallel_edits(index, checked, placements, shards)
     if mesh.sizes["pp"] > 1 and checked.pipeline is not None:
         edits += pipeline_edits(index, checked.pipeline, placements, stage_input, layers_per_stage or None)
     return edits
@@ -193,12 +202,17 @@ def _checked_plan(model: Any, plan: Optional[ShardingPlan], mesh: DeviceMesh) ->
             f"head is {given!r} in the plan, and the labels of {type(inner).__name__} are those of head={expected!r}"
         )
     check_support(inner, [axis for axis, size in mesh.sizes.items() if size > 1])
-    kinds = {"tp": (plan.tensor, "tensors"), "ep": (plan.experts, "experts"), "pp": (plan.pipeline, "a pipeline")}
+    kinds = {
+        "tp": (plan.tensor, "tensors"), "ep": (plan.experts, "experts"), "pp": (plan.pipeline, "a pipeline"),
+        "sp": (plan.tensor and plan.pipeline, "the tokens of a row, by its parts for tensors and a pipeline"),
+    }  # fmt: skip
     for axis, (part, what) in kinds.items():
         if mesh.sizes[axis] > 1 and part is None:
             raise ValueError(
                 f"{axis}={mesh.sizes[axis]}, and the plan for {type(model).__name__} does not say how to cut {what}"
             )
+    if mesh.sizes["pp"] > 1 and mesh.sizes["sp"] > 1:
+        raise ValueError(f"stages and parts of rows cannot be combined yet, got {mesh}; leave pp or sp out")
     if mesh.sizes["pp"] > 1 and mesh.sizes["ep"] > 1:
         raise ValueError(f"stages and experts cannot be combined yet, got {mesh}; leave pp or ep out")
     if mesh.sizes["pp"] > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):

@@ -109,7 +109,7 @@ class Placements(Mapping[str, Placement]):
         here = self.mesh.coordinates
         return (
             here["pp"] == min(placement.stages)
-            and here["dp_in_stage"] == 0
+            and here["dp_in_stage"] == here["sp"] == 0
             and (placement.cut is not None or here["tp"] == 0)
             and (placement.expert_rank is not None or here["ep"] == 0)
         )

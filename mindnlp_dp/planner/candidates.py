@@ -1,7 +1,8 @@
 """Enumerates and prices the possible ways to train a model on a cluster, and records why others are impossible.
 
-:func:`~mindnlp_dp.planner.plan` calls it. It prices every valid mesh (dp, tp, pp) with every micro-batch; the dynamic
-program partitions the layers into stages that fit into device memory. Stages with different meshes are priced as well.
+:func:`~mindnlp_dp.planner.plan` calls it. It prices every valid mesh (dp, pp, ep, sp, tp) with every micro-batch; the
+dynamic program partitions the layers into stages that fit into device memory. Stages with different meshes are priced
+as well.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Candidates:
     def zero(self, sharing: StageParallelism) -> int:
         if self.zero_stage is not None:
             return self.zero_stage
-        return 1 if sharing.num_data > 1 else 0
+        return 1 if sharing.num_replicas > 1 else 0
 
     def reject(self, what: str, why: str, needs: Optional[float] = None) -> None:
         self.rejected.append(Rejected(what, why, needs))
@@ -274,23 +275,26 @@ def meshes(
     model: Model, num_devices: int, batch: int, num_layers: int, reject: Callable[[str, str], None]
 ) -> Iterator[tuple[int, StageParallelism]]:
     """Yield the number of stages and the sharing of each possible mesh; call ``reject`` with each impossible one."""
-    for tp in divisors(num_devices):
+    for sp, tp in itertools.product(divisors(num_devices), repeat=2):
+        if num_devices % (sp * tp):
+            continue
         problem = tensor_problem(model, tp)
         if problem:
-            reject(f"tp={tp}", problem)
+            if sp == 1:
+                reject(f"tp={tp}", problem)
             continue
-        for pp in divisors(num_devices // tp):
+        for pp in divisors(num_devices // sp // tp):
             problem = _stage_problem(model, pp, num_layers)
             if problem:
-                if tp == 1:
+                if tp == sp == 1:
                     reject(f"pp={pp}", problem)
                 continue
-            for ep in divisors(num_devices // tp // pp):
-                sharing = StageParallelism(num_devices // tp // pp // ep, tp, ep)
-                problem = _expert_problem(model, sharing, pp) or _batch_problem(batch, sharing)
+            for ep in divisors(num_devices // sp // tp // pp):
+                sharing = StageParallelism(num_devices // sp // tp // pp // ep, tp, ep, sp)
+                problem = mesh_problem(model, pp, sharing, batch, num_layers)
                 if not problem:
                     yield pp, sharing
-                elif ep == 1 or (tp == pp == 1 and model.experts):
+                elif ep == sp == 1 or (tp == pp == 1 and (ep == 1 or model.experts) and (sp == 1 or model.blocks)):
                     reject(mesh_name(sharing.mesh(pp)), problem)
 
 
@@ -300,6 +304,7 @@ def mesh_problem(model: Model, pp: int, sharing: StageParallelism, batch: int, n
         tensor_problem(model, sharing.tp)
         or _stage_problem(model, pp, num_layers)
         or _expert_problem(model, sharing, pp)
+        or _sequence_problem(model, sharing, pp)
         or _batch_problem(batch, sharing)
     )
 
@@ -328,6 +333,23 @@ def _expert_problem(model: Model, sharing: StageParallelism, pp: int) -> str:
         return f"{sharing.ep} does not divide {model.experts} experts"
     if sharing.tp > 1 or pp > 1:
         return "experts are spread with data parallelism alone"
+    return ""
+
+
+def _sequence_problem(model: Model, sharing: StageParallelism, pp: int) -> str:
+    sp, tp = sharing.sp, sharing.tp
+    if sp == 1:
+        return ""
+    if pp > 1:
+        return "sp is not combined with pp"
+    if not model.blocks or model.most_stages:
+        return "sp needs a model with one list of transformer layers"
+    if sp > model.sequence:
+        return f"sp={sp} needs rows of as many tokens, and they have {model.sequence}"
+    for name, number in model.divides.items():
+        is_repeated = name == "num_key_value_heads" and sp * tp % number == 0
+        if number % (sp * tp) and not is_repeated:
+            return f"sp={sp}" + (f" times tp={tp}" if tp > 1 else "") + f" does not divide {name}, {number}"
     return ""
 
 

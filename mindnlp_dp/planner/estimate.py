@@ -57,7 +57,7 @@ def estimate(
         operators = ends[bounds[number]], ends[bounds[number + 1]] - 1
         use = memory_of(
             model, operators, sharing.tp, sharing.dp, zero_stage, of_stage, recompute, ep=sharing.ep,
-            in_flight=in_flight, precision=precision,
+            sp=sharing.sp, in_flight=in_flight, precision=precision,
         )  # fmt: skip
         uses.append(use)
     return max(uses, key=lambda use: use.total)

@@ -24,7 +24,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     is_given = bool(meshes)
     if not is_given:
         n = args.devices
-        meshes = [{"dp": n}, *({axis: n} for axis in ("tp", "pp", "ep") if n > 1)]
+        meshes = [{"dp": n}, *({axis: n} for axis in ("tp", "pp", "ep", "sp") if n > 1)]
     options = {"micro_batch": args.micro_batch_size, "precision": args.precision}
     rows: list[dict[str, Any]] = []
     for mesh in meshes:

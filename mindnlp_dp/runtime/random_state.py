@@ -8,6 +8,7 @@ different ones for sharded tensors (:func:`rank_local_rng`).
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
 import random
 import sys
@@ -31,17 +32,22 @@ _part: Optional[tuple[int, Shard]] = None
 _streams: Optional[SampleStreams] = None
 
 
+class ShardOf(enum.Enum):
+    """The dimension of a sample's elements of which a rank has a part."""
+
+    HEADS = "attention heads"
+    WIDTH = "the last dimension"
+    TOKENS = "tokens"
+
+
 @dataclass(frozen=True)
 class Shard:
-    """The part of each sample's elements that a rank has: blocks ``first`` to ``last`` of ``total``.
-
-    The blocks split the sample's last dimension, or, unless ``is_last_dim``, its first one, such as attention heads.
-    """
+    """The part of each sample's elements that a rank has: blocks ``first`` to ``last`` of ``total`` of a dimension."""
 
     first: int
     last: int
     total: int
-    is_last_dim: bool = False
+    of: ShardOf = ShardOf.HEADS
 
 
 @dataclass

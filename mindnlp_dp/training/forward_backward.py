@@ -99,7 +99,8 @@ class ForwardBackward:
             is_last = number + 1 == len(completed)
             if batch is not None:
                 inputs = inputs if batch is mine else self.inputs_of(batch)
-                sending = self.exchange.backward(weight) if is_last else contextlib.nullcontext()
+                share = weight / self.model.loss_replication
+                sending = self.exchange.backward(share) if is_last else contextlib.nullcontext()
                 timed = self.timeline.forward_and_backward(self.model.model, step=step, micro_step=number)
                 streams = None if key is None else self._streams(batch, key)
                 with (
@@ -114,7 +115,8 @@ class ForwardBackward:
                 # The loss of a dummy batch belongs to another rank.
                 loss = self._loss_now_or_later(loss) if weight > 0 else 0.0
                 has_bad_peer = self.model.has_nonfinite_peer(loss) | self.across_ranks.has_nonfinite_peer(loss)
-                yield MicroStep(loss, gradients, weight, _indices(batch), has_bad_peer)
+                replication = self.model.loss_replication
+                yield MicroStep(loss, gradients, weight, _indices(batch), has_bad_peer, loss_replication=replication)
             elif mine is not None:
                 yield MicroStep.without_weight(_indices(mine))
             if weight > 0:

@@ -27,8 +27,8 @@ _MODEL_TYPES = ("gpt2", "llama", "qwen2", "mistral", "gemma", "phi", "opt", "mix
 def fuse_cross_entropy(model: Any) -> None:
     """Fuse the output layer and the loss of a causal language model of MindNLP 0.4, with or without LoRA adapters.
 
-    Call it before :func:`~mindnlp_dp.parallelize`. With the axis "tp", which has a loss on sharded logits of its own,
-    it changes nothing. A second call changes nothing. On a device, or with MindSpore's kernels, the model computes its
+    Call it before :func:`~mindnlp_dp.parallelize`. With the axis "tp", which shards the logits by words, it changes
+    nothing. A second call changes nothing. On a device, or with MindSpore's kernels, the model computes its
     loss as before.
 
     Raises:
@@ -78,28 +78,41 @@ class _FusedLoss:
         self._model, self._forward, self._head, self._skipped = model, forward, head, skipped
 
     def __call__(self, *args: Any, labels: Optional[Any] = None, **kwargs: Any) -> Any:
-        model, head = self._model, self._head
-        # With tp, another layer has taken the head's place.
-        is_head = model.get_output_embeddings() is head
-        if labels is None or not model.training or not is_head or not supports(head.weight):
+        if labels is None or not self._model.training or not self.is_used:
             return self._forward(*args, labels=labels, **kwargs)
-        from mindnlp_dp.kernels.functions import linear_cross_entropy
+        outputs = self.without_head(*args, **{**kwargs, "return_dict": True})
+        loss = self.mean(outputs.logits[:, :-1], to_host(labels)[:, 1:])
+        return outputs_with_loss(self._model, outputs, loss, has_logits=False, return_dict=kwargs.get("return_dict"))
 
+    @property
+    def is_used(self) -> bool:
+        # With tp, another layer has taken the head's place.
+        return self._model.get_output_embeddings() is self._head and supports(self._head.weight)
+
+    def without_head(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's outputs without a loss; in place of its logits, the input of the output layer."""
         self._skipped.is_skipped = True
         try:
-            outputs = self._forward(*args, **{**kwargs, "return_dict": True})
+            return self._forward(*args, **kwargs)
         finally:
             self._skipped.is_skipped = False
-        hidden = outputs.logits[:, :-1]
-        classes = to_host(labels)[:, 1:].reshape(-1).astype(np.int64)
+
+    def mean(self, hidden: Any, labels: np.ndarray) -> Any:
+        """Return the mean loss of tokens, from the input of the output layer (batch, tokens, width) and their labels.
+
+        Raises:
+            ValueError: a label is not a word.
+        """
+        from mindnlp_dp.kernels.functions import linear_cross_entropy
+
+        head, classes = self._head, labels.reshape(-1).astype(np.int64)
         num_classes = head.weight.shape[0]
         wrong = classes[(classes != -100) & ((classes < 0) | (classes >= num_classes))]
         if wrong.size:
             raise ValueError(
                 f"a label is from 0 to {num_classes - 1}, or -100 where it is ignored; got {int(wrong[0])}"
             )
-        loss = linear_cross_entropy(
+        return linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]), head.weight, getattr(head, "bias", None), classes,
             is_frozen=not head.weight.requires_grad,
         )  # fmt: skip
-        return outputs_with_loss(model, outputs, loss, has_logits=False, return_dict=kwargs.get("return_dict"))

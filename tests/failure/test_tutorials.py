@@ -29,6 +29,8 @@ PAGES = {
     "your_data": r"(?s)accuracy (0\.9|1\.0).*replicas in sync  yes.*written to outputs/mine/report\.html",
     "resuming": r"(?s)in sync  yes, digest (?P<digest>\w{16}).*in sync  yes, digest (?P=digest).*digest (?P=digest)",
     "llm_lora": r"(?s)perplexity .*written to .*perplexity .*report\.html",
+    # The same perplexity with one process and with two ranks that share each row.
+    "long_rows": r"(?s)evaluation +(?P<found>perplexity \d+\.\d).*evaluation +(?P=found)",
     # After the export, the answer is what was taught, and its end is the turn's.
     "../after_training": r"(?s)perplexity .*perplexity .*written to outputs/merged.*method of a file\.\n.*perplexity",
 }

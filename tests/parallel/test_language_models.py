@@ -263,9 +263,7 @@ def test_plans_that_do_not_belong_to_the_model(group):
     inside = llama_plan(layers={"*q_proj.base_layer": "colwise"})
     with pytest.raises(ValueError, match=r"'\*q_proj.base_layer', which fits no module"):
         dp.parallelize(build(f"llama{LORA}"), mesh, inside)
-    with pytest.warns(FutureWarning, match="'columns of 3' is now called 'packed_colwise:3'"):
-        assert TensorPlan({"*c_attn": "columns of 3"}).layers == {"*c_attn": "packed_colwise:3"}
-    for style in ("packed_colwise:1", "packed_colwise:", "packed_colwise:two", "diagonal"):
+    for style in ("columns of 3", "packed_colwise:1", "packed_colwise:", "packed_colwise:two", "diagonal"):
         with pytest.raises(ValueError, match="the styles of layers are"):
             TensorPlan({"*": style})
 

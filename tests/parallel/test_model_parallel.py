@@ -42,8 +42,9 @@ from models import train as train_by_trainer
 # Fixtures: the second applies to every test here.
 __all__ = ["acknowledged_sends", "one_mesh_at_a_time"]
 MESHES = {
-    2: ["tp=2", "pp=2", "ep=2"],
+    2: ["tp=2", "pp=2", "ep=2", "sp=2"],
     4: ["tp=4", "pp=4", "dp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,ep=2", "ep=4", "ep=2,tp=2",
+        "dp=2,sp=2", "sp=4", "sp=2,tp=2", "ep=2,sp=2",
         "pp=2,dp=2|1,tp=1|2", "pp=2,tp=2|1,dp=1|2", "pp=2,dp=3|1,tp=1", "pp=2,dp=1|3"],
     8: ["dp=2,pp=2,tp=2", "pp=2,dp=4|2,tp=1|2", "pp=3,dp=2|4|1,tp=1|1|2"],
 }  # fmt: skip
@@ -53,7 +54,7 @@ WORLD_SIZE = dp.get_process_group().world_size
 
 def fits(kind, mesh):
     sizes = parse_mesh(mesh)
-    if kind == "t5" and sizes.get("pp", 1) > 2:
+    if kind == "t5" and (sizes.get("pp", 1) > 2 or "sp" in sizes):
         return False
     if kind in ("mixtral", "qwen2_moe"):
         return sizes.get("pp", 1) <= 2
@@ -66,7 +67,7 @@ def cases():
     Some meshes of a decoder and of a model with experts are marked as core. Of each other kind, on more than two ranks,
     all meshes but one are slow; it is another mesh for each kind.
     """
-    axes = {"dp", "tp"} | ({"pp"} if HAS_MESSAGES else set()) | ({"ep"} if IS_MPI else set())
+    axes = {"dp", "tp"} | ({"pp"} if HAS_MESSAGES else set()) | ({"ep", "sp"} if IS_MPI else set())
     meshes = [mesh for mesh in MESHES.get(WORLD_SIZE, []) if set(parse_mesh(mesh)) <= axes]
     kinds = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral", "qwen2_moe")
     if WORLD_SIZE == 8:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindnlp_dp.data.batches import streams_of
 from mindnlp_dp.kernels import dropout
-from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, Shard, seeded, shared_by_samples
+from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, Shard, ShardOf, seeded, shared_by_samples
 
 # Samples, tokens, features, heads, choices and batches end to end; letters without a space are one dimension.
 LAYOUTS = [
@@ -91,18 +91,34 @@ def test_attention_between_two_lengths():
     np.testing.assert_array_equal(padded[1:, :, :7, :40], sample_masks((1, 4, 7, 40), [2], lengths=[7, 40]))
 
 
-@pytest.mark.parametrize("is_last_dim", [False, True])
-def test_shards_are_parts_of_the_whole(is_last_dim):
-    """Shard 3 samples of (6 heads, 40, 40), and of (40 tokens, 7 columns) in parts of 3 and 4."""
-    positions, bounds = np.array([4, 0, 9]), (0, 3, 7) if is_last_dim else (0, 1, 2)
-    shape = (3, 40, 7) if is_last_dim else (3, 6, 40, 40)
-    expected = sample_masks(shape, positions, lengths=[40])
+@pytest.mark.parametrize(
+    ("of", "shape", "axis", "bounds"),
+    [
+        (ShardOf.HEADS, (3, 6, 40, 40), 1, (0, 3, 6)), (ShardOf.WIDTH, (3, 40, 7), 2, (0, 3, 7)),
+        (ShardOf.TOKENS, (3, 41, 7), 1, (0, 21, 41)), (ShardOf.TOKENS, (3, 41), 1, (0, 14, 28, 41)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_padded_on_the_left", [False, True])
+def test_shards_of_heads_width_and_tokens_are_parts_of_one_process_masks(
+    of, shape, axis, bounds, is_padded_on_the_left
+):
+    positions, lengths = np.array([4, 0, 9]), [40, 41]
+    starts = {41: np.array([[7], [0], [3]])} if is_padded_on_the_left else None
+    if len(shape) == 2:
+        # Flattened tokens, as in an adapter of a mixture of experts.
+        expected = sample_masks((3 * 41, 7), positions, lengths=lengths, starts=starts).reshape(3, 41, 7)
+    else:
+        expected = sample_masks(shape, positions, lengths=lengths, starts=starts)
     parts = []
     for first, last in zip(bounds, bounds[1:]):
-        shard = Shard(first, last, bounds[-1], is_last_dim)
-        own = (3, 40, last - first) if is_last_dim else (3, 3, 40, 40)
-        parts.append(sample_masks(own, positions, lengths=[40], shard=shard))
-    np.testing.assert_array_equal(np.concatenate(parts, -1 if is_last_dim else 1), expected)
+        own = list(expected.shape)
+        own[axis] = last - first
+        flat = (3 * own[1], 7) if len(shape) == 2 else tuple(own)
+        # Three heads are one block.
+        shard = Shard(first // 3, last // 3, 2) if of is ShardOf.HEADS else Shard(first, last, bounds[-1], of)
+        mine = sample_masks(flat, positions, lengths=lengths, starts=starts, shard=shard)
+        parts.append(mine.reshape(own))
+    np.testing.assert_array_equal(np.concatenate(parts, axis), expected)
 
 
 def test_shards_of_rows_that_are_several_to_a_sample():

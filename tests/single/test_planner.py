@@ -18,6 +18,7 @@ from mindnlp_dp.planner.cost_model.memory import parameter_memory, strategies_of
 from mindnlp_dp.planner.cost_model.resharding_costs import Boundaries
 from mindnlp_dp.planner.cost_model.stage_costs import StageCosts, StageParallelism
 from mindnlp_dp.planner.estimate import estimate
+from mindnlp_dp.planner.profiles.cluster import all_gather, all_to_all
 from mindnlp_dp.planner.profiles.models import model_names
 from mindnlp_dp.planner.profiles.operators import cluster_layers, crossing
 from mindnlp_dp.report.plan import as_dict, launch_command, text_of
@@ -30,6 +31,10 @@ CLUSTER = {
 TINY = {
     "model_type": "roberta", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
     "intermediate_size": 128, "max_position_embeddings": 34, "num_labels": 3,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "intermediate_size": 128, "sequence": 32,
 }  # fmt: skip
 GIB = 2**30
 
@@ -232,6 +237,33 @@ def test_a_layers_activations_are_the_published_formula(tp):
     assert found == pytest.approx(s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp)), rel=1e-12)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("sp", [2, 4])
+def test_sequence_parallelism_divides_the_activations_of_layers(sp):
+    model = load_model("bert-large")
+    first = next(i for i, o in enumerate(model.graph.operators) if o.name == "layer.3.qkv")
+    one, split = (memory_of(model, (first, first + 9), sp=n, zero_stage=1) for n in (1, sp))
+    assert split.activations == one.activations / sp
+    # Weights and gradients are replicated; ZeRO shards the optimizer's states over the same ranks.
+    assert (split.weights, split.gradients, split.optimizer) == (one.weights, one.gradients, one.optimizer / sp)
+    # The embedding is not split, and the logits are.
+    assert memory_of(model, (0, first // 3), sp=sp).activations > one.activations / sp
+    gpt2, last = load_model("gpt2"), len(load_model("gpt2").graph.operators) - 1
+    one, split = (memory_of(gpt2, (last - 1, last), sp=n) for n in (1, sp))
+    assert split.activations == one.activations / sp
+    classifier = load_model(TINY)
+    last = len(classifier.graph.operators) - 1
+    one, split = (memory_of(classifier, (last - 3, last), sp=n) for n in (1, 2))
+    assert split.activations == one.activations > 0
+
+
+def test_sequence_parallelism_of_a_length_that_sp_does_not_divide_counts_the_rank_with_the_most_tokens():
+    model = load_model("gpt2", sequence=1023)
+    last = len(model.graph.operators) - 1
+    one, split = (memory_of(model, (last, last), sp=n) for n in (1, 2))
+    assert split.activations == pytest.approx(one.activations * 512 / 1023, rel=1e-12)
+
+
 def test_the_heaviest_stage_counts():
     model = load_model(TINY)
     cluster = load_cluster(CLUSTER)
@@ -278,7 +310,13 @@ def test_a_model_that_fits_with_recomputation_only():
     assert "--gradient-checkpointing true" in launch_command(best, plan(model, cluster, 16))
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 4}, {"pp": 2, "dp": 2}, {"pp": 2, "dp": (2, 1), "tp": (1, 2)}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"dp": 2}, {"tp": 4}, {"sp": 4}, {"dp": 2, "sp": 2}, {"sp": 2, "tp": 2}, {"pp": 2, "dp": 2},
+        {"pp": 2, "dp": (2, 1), "tp": (1, 2)},
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("recompute", [False, True])
 def test_estimates_are_the_planners(mesh, recompute):
     model = load_model(TINY)
@@ -296,7 +334,7 @@ def test_the_command_that_estimates(capsys, tmp_path):
     assert main([*given, "--json", str(tmp_path / "out.json")]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["mesh"], row["zero_stage"]) for row in rows] == [
-        ("dp=2", 0), ("dp=2", 1), ("dp=2", 2), ("tp=2", 0), ("pp=2", 0)
+        ("dp=2", 0), ("dp=2", 1), ("dp=2", 2), ("tp=2", 0), ("pp=2", 0), ("sp=2", 0), ("sp=2", 1), ("sp=2", 2),
     ]  # fmt: skip
     first = rows[0]
     assert first["kept"]["total"] == sum(value for name, value in first["kept"].items() if name != "total")
@@ -308,7 +346,8 @@ def test_the_command_that_estimates(capsys, tmp_path):
     for change, message in (
         (["--mesh", "dp=3"], "dp=3: 3 does not divide the batch of 8"),
         (["--mesh", "tp=3"], "tp=3: 3 does not divide num_attention_heads"),
-        (["--mesh", "cp=2"], "a mesh has axes dp, pp, ep, tp"),
+        (["--mesh", "cp=2"], "a mesh has axes dp, pp, ep, sp, tp"),
+        (["--mesh", "sp=8"], "sp=8: sp=8 does not divide num_attention_heads, 4"),
         (["--micro-batch-size", "5"], "a micro-batch of 5 samples exceeds the 4 samples of a device"),
         (["--model", "nothing"], "model 'nothing' is neither a file nor one of"),
         (["--model", str(tmp_path.parent)], "is a folder without a config.json"),
@@ -389,6 +428,39 @@ def test_costs_of_runs_add_up_and_grow_with_samples():
     assert float(whole.total) == pytest.approx(sum(float(p.total) for p in parts))
     assert float(costs.times(0, 5, 8).total) < 2 * float(whole.total)
     assert float(costs.times(0, 5, 8).forward_collectives) > float(whole.forward_collectives)
+
+
+@pytest.mark.parametrize(("kv_heads", "sp", "tp", "copies"), [(4, 2, 1, 1), (2, 4, 1, 2), (1, 2, 1, 2), (2, 2, 2, 2)])
+def test_sequence_parallelism_takes_four_all_to_alls_in_each_pass_of_a_layer(kv_heads, sp, tp, copies):
+    model, cluster = load_model({**LLAMA, "num_key_value_heads": kv_heads}), load_cluster(CLUSTER)
+    firsts = [0, *model.cuts]
+
+    def of_second_layer(sharing, size):
+        times = StageCosts(model, cluster, sharing, firsts).times(1, 1, size)
+        return np.array([times.forward_collectives, times.backward_collectives])
+
+    found = of_second_layer(StageParallelism(1, tp, 1, sp), 3)
+    # Tensor parallelism all-reduces this rank's tokens.
+    found -= of_second_layer(StageParallelism(1, tp), 3) / sp
+    alphas = 0 if tp == 1 else cluster.inside.alpha * 2 * (1 - 1 / sp)
+    values = 3 * 4 * 32 * 64 / tp
+    keys = values * kv_heads * copies / 4
+    wanted = sum(all_to_all(sp, b, cluster.inside) for b in (values, keys, keys, values))
+    assert found == pytest.approx([wanted + alphas] * 2, rel=1e-9)
+    # The last of four layers is followed by an all-gather of the hidden states.
+    last = StageCosts(model, cluster, StageParallelism(1, 1, 1, 2), firsts).times(3, 3, 1).forward_collectives
+    third = StageCosts(model, cluster, StageParallelism(1, 1, 1, 2), firsts).times(2, 2, 1).forward_collectives
+    assert last - third == pytest.approx(all_gather(2, 4 * 32 * 64, cluster.inside))
+
+
+def test_sequence_parallelism_exchanges_gradients_like_data_parallelism():
+    model, cluster = load_model(LLAMA), load_cluster(CLUSTER)
+    updates = [
+        StageCosts(model, cluster, sharing, [0]).update(0, 0, 1)
+        for sharing in (StageParallelism(4), StageParallelism(2, sp=2), StageParallelism(sp=4))
+    ]
+    assert updates[0] == updates[1] == updates[2]
+    assert updates[0][0] > 0
 
 
 # Plans.
@@ -497,16 +569,58 @@ def test_memory_of_nonsense_is_named(options, message):
 def test_no_grid_with_even_stages_is_better():
     model, cluster = load_model("gpt2"), load_cluster(CLUSTER)
     best = plan(model, cluster, 32)[0].seconds
-    for pp, tp in itertools.product((1, 2, 4), (1, 2, 4)):
-        if pp * tp > 4:
+    for pp, tp, sp in itertools.product((1, 2, 4), repeat=3):
+        if pp * tp * sp > 4 or (pp > 1 and sp > 1):
             continue
-        dp = 4 // pp // tp
+        dp = 4 // pp // tp // sp
         for micro_batch, schedule in itertools.product((1, 2, 4, 8), ("gpipe", "1f1b", "eager-1f1b")):
             if 32 % (dp * micro_batch):
                 continue
-            mesh = {"pp": pp, "dp": dp, "tp": tp}
-            grid = predict(model, cluster, 32, mesh, micro_batch, schedule=schedule, zero_stage=int(dp > 1))
+            mesh = {"pp": pp, "dp": dp, "sp": sp, "tp": tp}
+            grid = predict(model, cluster, 32, mesh, micro_batch, schedule=schedule, zero_stage=int(dp * sp > 1))
             assert best <= grid.seconds * (1 + 1e-9) or grid.margin < 0.1
+
+
+def test_rows_that_fit_on_no_device_are_planned_with_sequence_parallelism():
+    keys = {**TINY, "max_position_embeddings": 8194, "sequence": 8192}
+    cluster = load_cluster({**CLUSTER, "memory_gib": 2})
+    plans = plan(load_model(keys), cluster, 4)
+    assert plans[0].mesh.get("sp", 1) > 1
+    assert "GiB at least" in next(r for r in plans.rejected if r.what == "dp=4").why
+    assert f"--mesh {plans[0]} " in launch_command(plans[0], plans)
+    assert f"best     {plans[0]}: " in text_of(plans)
+    # Of all meshes without tensor parallelism, the best one is the one that the simulation says.
+    seconds = {}
+    for dp, micro_batch, recompute in itertools.product((1, 2, 4), (1, 2, 4), (False, True)):
+        if 4 % (dp * micro_batch) == 0:
+            mesh = {"dp": dp, "sp": 4 // dp}
+            found = predict(load_model(keys), cluster, 4, mesh, micro_batch, recompute=recompute, zero_stage=1)
+            if found.margin >= 0.1:
+                seconds[dp, micro_batch, recompute] = found.seconds
+    assert plans[0].seconds == pytest.approx(min(seconds.values()))
+
+
+def test_sequence_parallelism_is_planned_where_it_divides_the_heads():
+    def meshes(model, **changes):
+        plans = plan(model, load_cluster({**CLUSTER, **changes}), 48)
+        assert all(p.mesh.get("sp", 1) == 1 or "pp" not in p.mesh for p in plans)
+        return {p.mesh.get("sp", 1) for p in plans}, {r.what: r.why for r in plans.rejected}
+
+    sizes, rejected = meshes(load_model({**LLAMA, "num_key_value_heads": 2}), devices_per_host=8)
+    assert sizes == {1, 2, 4}
+    assert rejected["sp=8"] == "sp=8 does not divide num_attention_heads, 4"
+    keys = {**LLAMA, "num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4}
+    sizes, rejected = meshes(load_model(keys), devices_per_host=6)
+    assert sizes == {1, 2}
+    assert rejected["dp=2,sp=3"] == "sp=3 does not divide num_key_value_heads, 4"
+    sizes, rejected = meshes(load_model({**LLAMA, "sequence": 3}))
+    assert (sizes, rejected["sp=4"]) == ({1, 2}, "sp=4 needs rows of as many tokens, and they have 3")
+    sizes, rejected = meshes(load_model("t5-base", sequence=64))
+    assert (sizes, rejected["sp=4"]) == ({1}, "sp needs a model with one list of transformer layers")
+    operators = [{"name": "a", "kind": "matmul", "rows": 8, "width_in": 64, "width_out": 64}]
+    sizes, rejected = meshes(load_model({"operators": operators}))
+    assert sizes == {1}
+    assert not any("sp" in what for what in rejected)
 
 
 def test_memory_decides():
@@ -531,7 +645,8 @@ def test_experts_are_spread_with_data_parallelism_alone():
     plans = plan(load_model(keys), load_cluster(CLUSTER), 16)
     spread = [p for p in plans if p.mesh and p.mesh.get("ep", 1) > 1]
     assert {p.mesh["ep"] for p in spread} == {2, 4}
-    assert all(set(p.mesh) <= {"dp", "ep"} for p in spread)
+    assert all(set(p.mesh) <= {"dp", "ep", "sp"} for p in spread)
+    assert any("sp" in p.mesh for p in spread)
 
 
 def test_an_encoder_decoder_has_two_stages_at_most():
@@ -551,7 +666,8 @@ def test_an_encoder_decoder_has_two_stages_at_most():
         ({"dp": 4}, 3, {}, "do not divide 16 samples"),
         ({"pp": 2, "dp": 2}, 1, {"blocks": [1, 1]}, "does not split 6 layers"),
         ({"dp": 4}, 0, {}, "the micro-batch has samples from 1 on"),
-        ({"cp": 4}, 1, {}, "a mesh has axes dp, pp, ep, tp"),
+        ({"cp": 4}, 1, {}, "a mesh has axes dp, pp, ep, sp, tp"),
+        ({"pp": 2, "sp": 2}, 1, {}, "pp=2,sp=2: sp is not combined with pp"),
         ({"ep": 4}, 1, {}, "ep=4: 4 does not divide 0 experts"),
         ({"pp": 2, "dp": (2, 1, 1)}, 1, {}, "or of as many stages"),
         ({"pp": 2, "dp": (2, 1)}, 1, {}, "is not 4 devices"),

@@ -15,6 +15,7 @@ from mindnlp.core import nn
 
 from mindnlp_dp.communication.autograd_ops import gather_from
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.model_edits import Edit, ModelIndex
 from mindnlp_dp.parallel.parallel_plan import STYLES, TensorPlan, check_patterns, first_match, num_packed
 from mindnlp_dp.parallel.placement import Placements
@@ -25,11 +26,11 @@ from mindnlp_dp.parallel.tensor_parallel.layers import (
     RowParallelLinear,
     SharedInput,
     VocabularyParallelEmbedding,
-    VocabularyParallelHead,
     is_conv1d,
 )
-from mindnlp_dp.runtime.adapters import base_model, is_lora
-from mindnlp_dp.runtime.sharded_array import Shard
+from mindnlp_dp.runtime.adapters import is_lora
+from mindnlp_dp.runtime.random_state import Shard
+from mindnlp_dp.runtime.sharded_array import Shard as ArrayShard
 
 
 class GatheredHead(ColumnParallelLinear):
@@ -60,7 +61,6 @@ def tensor_parallel_edits(index: ModelIndex, plan: TensorPlan, placements: Place
     edits = [Edit((name,), attributes=divided) for name, divided in _divided(index, plan, group)]
     shards = _shards(index, styles, placements)
     inputs: dict[str, SharedInput] = {}
-    is_head_sharded = False
     for name, module in index.unique():
         if name not in styles:
             continue
@@ -76,21 +76,22 @@ def tensor_parallel_edits(index: ModelIndex, plan: TensorPlan, placements: Place
             if styles[name] == "vocab_parallel":
                 num_embeddings = placements[f"{name}.weight"].shape[0]
                 new = functools.partial(VocabularyParallelEmbedding, group=group, num_embeddings=num_embeddings)
-        elif styles[name] == "vocab_parallel":
-            is_head_sharded = True
-            if plan.head is None:
-                new = functools.partial(GatheredHead, group=group)
+        elif styles[name] == "vocab_parallel" and plan.head is None:
+            new = functools.partial(GatheredHead, group=group)
         edits.append(Edit(index.names_of(module), module=new, placements=own))
-    if is_head_sharded and plan.head is not None:
-        path, model = base_model(index.model)
-        edits.append(
-            Edit((path,), forward=functools.partial(VocabularyParallelHead, model, group=group, kind=plan.head))
-        )
+    return edits + _dropouts_of_adapters(loras, styles, group)
+
+
+def rank_local_dropouts(index: ModelIndex, plan: TensorPlan, mesh: DeviceMesh) -> list[Edit]:
+    """Return edits for the modules in which ranks draw their shard's numbers: of heads over "tp" and then "sp"."""
+    number, edits = mesh.index("tp") * mesh.sizes["sp"] + mesh.index("sp"), []
+    heads = Shard(number, number + 1, mesh.sizes["tp"] * mesh.sizes["sp"])
     for name, module in index.unique():
         if any(fnmatchcase(name, pattern) for pattern in plan.apart):
             is_dropout = isinstance(module, nn.Dropout)
-            edits.append(Edit((name,), forward=functools.partial(RankLocalDropout, group=group, is_dropout=is_dropout)))
-    return edits + _dropouts_of_adapters(loras, styles, group)
+            forward = functools.partial(RankLocalDropout, group=mesh.group("tp"), is_dropout=is_dropout, heads=heads)
+            edits.append(Edit((name,), forward=forward))
+    return edits
 
 
 def _styles(index: ModelIndex, plan: TensorPlan, loras: Mapping[str, Any]) -> dict[str, str]:
@@ -159,10 +160,10 @@ def _divided(index: ModelIndex, plan: TensorPlan, group: ProcessGroup) -> Iterat
             yield name, {attribute: size // group.world_size for attribute, size in sizes.items()}
 
 
-def _shards(index: ModelIndex, styles: Mapping[str, str], placements: Placements) -> dict[str, Shard]:
+def _shards(index: ModelIndex, styles: Mapping[str, str], placements: Placements) -> dict[str, ArrayShard]:
     """Return how each weight of these modules is sharded, by each of its names."""
-    shards: dict[str, Shard] = {}
-    of_weight: dict[str, Shard] = {}
+    shards: dict[str, ArrayShard] = {}
+    of_weight: dict[str, ArrayShard] = {}
     size_of_tp = placements.mesh.sizes["tp"]
     for name, style in styles.items():
         module = index.modules[name]
@@ -178,7 +179,7 @@ def _shards(index: ModelIndex, styles: Mapping[str, str], placements: Placements
         dim = int(style == "colwise") if is_table else int((style == "rowwise") != is_conv1d(module))
         for kind in _sharded_kinds(style, module):
             placement = placements[f"{name}.{kind}"]
-            cut = shards[f"{name}.{kind}"] = Shard(dim if kind == "weight" else 0, num_blocks)
+            cut = shards[f"{name}.{kind}"] = ArrayShard(dim if kind == "weight" else 0, num_blocks)
             if of_weight.setdefault(placement.name, cut) != cut:
                 other = of_weight[placement.name]
                 raise ValueError(f"{name}.{kind} is {placement.name}, which another layer cuts as {other}: {cut}")

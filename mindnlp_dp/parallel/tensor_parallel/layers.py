@@ -20,13 +20,12 @@ from mindnlp.core.nn import functional
 from mindspore import Tensor, from_numpy
 from mindspore.common._grad_function import _Function
 
-from mindnlp_dp.communication.autograd_ops import copy_to, gather_from, reduce_from
+from mindnlp_dp.communication.autograd_ops import copy_to, reduce_from
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.kernels.dispatch import supports
 from mindnlp_dp.runtime.arrays import read, to_host
-from mindnlp_dp.runtime.model_outputs import outputs_with_loss
 from mindnlp_dp.runtime.partition import shard_bounds
-from mindnlp_dp.runtime.random_state import Shard, rank_local_rng, replicated_rng
+from mindnlp_dp.runtime.random_state import Shard, ShardOf, rank_local_rng, replicated_rng
 
 
 class SharedInput:
@@ -131,33 +130,37 @@ class VocabularyParallelEmbedding(nn.Module):
 class RankLocalDropout:
     """Wraps the forward pass of a module on sharded tensors, so that each rank draws its shard's random numbers in it.
 
-    The tensors are sharded by attention heads, or, if ``module`` is a dropout of (batch, length, width), by width. An
-    adapter's dropout is always ``by_width``, also of (tokens, width).
+    The tensors are sharded by attention heads (``heads``, by default over ``group``), or, if ``module`` is a dropout of
+    (batch, length, width), by width over ``group``. An adapter's dropout is always ``by_width``, also of
+    (tokens, width).
     """
 
     def __init__(
-        self, forward: Callable[..., Any], group: ProcessGroup, is_dropout: bool, *, by_width: bool = False
+        self,
+        forward: Callable[..., Any],
+        group: ProcessGroup,
+        is_dropout: bool,
+        *,
+        heads: Optional[Shard] = None,
+        by_width: bool = False,
     ) -> None:
         functools.update_wrapper(self, forward)
         self._forward = forward
         self._group = group
+        self._heads = heads or Shard(group.rank, group.rank + 1, group.world_size)
         self._is_dropout, self._by_width = is_dropout, by_width
         self._of_width = functools.lru_cache(self._shard_of_width)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         by_width = self._by_width or (self._is_dropout and args and args[0].ndim == 3)
-        shard = (
-            self._of_width(args[0].shape[-1])
-            if by_width
-            else Shard(self._group.rank, self._group.rank + 1, self._group.world_size)
-        )
-        with rank_local_rng(self._group.rank, shard):
+        shard = self._of_width(args[0].shape[-1]) if by_width else self._heads
+        with rank_local_rng(self._group.rank if by_width else shard.first, shard):
             return self._forward(*args, **kwargs)
 
     def _shard_of_width(self, width: int) -> Shard:
         """Return this rank's shard of the last dimension; ranks' widths may differ. A collective."""
         bounds = np.cumsum([0, *(int(each[0]) for each in self._group.all_gather(np.array([width])))]).tolist()
-        return Shard(bounds[self._group.rank], bounds[self._group.rank + 1], bounds[-1], is_last_dim=True)
+        return Shard(bounds[self._group.rank], bounds[self._group.rank + 1], bounds[-1], ShardOf.WIDTH)
 
 
 class ReplicatedDropout:
@@ -226,46 +229,3 @@ class _CrossEntropy(_Function):
         x[rows, places] -= 1
         x *= np.where(counted, read(gradient) / num_counted, 0).astype(np.float32)[:, None]
         return from_numpy(x).astype(dtype), None, None, None
-
-
-class VocabularyParallelHead:
-    """Replaces the forward pass of a language model with a sharded output layer; computes the loss from sharded logits.
-
-    In training with labels the output has no logits, because full logits would take the memory that is saved here.
-    Without labels or in evaluation, the output has full logits.
-
-    Args:
-        model: the language model.
-        forward: its original forward pass.
-        group: the tensor-parallel group.
-        kind: which label belongs to which logits: "masked" (same token), "causal" (next token) or "seq2seq" (same
-            token; labels are also the decoder's inputs).
-    """
-
-    def __init__(self, model: Any, forward: Callable[..., Any], group: ProcessGroup, kind: str) -> None:
-        # Keep the signature, which is read, for example, to find the columns that the model uses.
-        functools.update_wrapper(self, forward)
-        self._model = model
-        self._forward = forward
-        self._group = group
-        self._kind = kind
-
-    def __call__(self, *args: Any, labels: Optional[Tensor] = None, **kwargs: Any) -> Any:
-        inputs = kwargs.get("decoder_input_ids", kwargs.get("decoder_inputs_embeds"))
-        if self._kind == "seq2seq" and labels is not None and inputs is None:
-            kwargs["decoder_input_ids"] = self._model._shift_right(labels)
-        outputs = self._forward(*args, **{**kwargs, "return_dict": True})
-        logits = outputs.logits
-        if labels is None or not self._model.training:
-            # Gathered by a differentiable operator: a custom loss, such as label smoothing, may use the logits.
-            outputs["logits"] = gather_from(logits, self._group)
-        loss = None
-        if labels is not None:
-            size = self._model.config.vocab_size
-            mine, theirs = (logits[:, :-1], labels[:, 1:]) if self._kind == "causal" else (logits, labels)
-            loss = vocabulary_parallel_cross_entropy(
-                mine.reshape(-1, logits.shape[-1]), theirs.reshape(-1), self._group, size
-            )
-        return outputs_with_loss(
-            self._model, outputs, loss, has_logits=not self._model.training, return_dict=kwargs.get("return_dict")
-        )

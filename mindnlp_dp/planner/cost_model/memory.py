@@ -8,13 +8,25 @@ s b h (34 + 5 a s / h) bytes (Korthikanti et al., *Reducing Activation Recomputa
 from __future__ import annotations
 
 import bisect
+import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, choose_shardings, layouts
 from mindnlp_dp.planner.profiles.cluster import Link
-from mindnlp_dp.planner.profiles.operators import BATCH, COLUMN, EXPERT, FEATURE, NONE, ROW, VOCABULARY, Model, Operator
+from mindnlp_dp.planner.profiles.operators import (
+    BATCH,
+    COLUMN,
+    EXPERT,
+    FEATURE,
+    NONE,
+    ROW,
+    VOCABULARY,
+    Graph,
+    Model,
+    Operator,
+)
 
 # Bytes per parameter: weights, gradients, optimizer. Mixed: weights and gradients of 2 bytes; the optimizer has weights
 # and two moments of 4. In float32, there are the gradient of a backward pass and the sum over a window.
@@ -49,7 +61,8 @@ class SavedActivations:
 
 def memory_of(  # noqa: PLR0917
     model: Model, stage: Optional[tuple[int, int]] = None, tp: int = 1, dp: int = 1, zero_stage: int = 0,
-    micro_batch: int = 1, recompute: bool = False, *, ep: int = 1, in_flight: int = 1, precision: str = "mixed",
+    micro_batch: int = 1, recompute: bool = False, *, ep: int = 1, sp: int = 1, in_flight: int = 1,
+    precision: str = "mixed",
 ) -> MemoryUse:  # fmt: skip
     """Estimate the bytes of a device that runs one stage of a pipeline.
 
@@ -61,11 +74,12 @@ def memory_of(  # noqa: PLR0917
         micro_batch: samples that the device processes at a time.
         recompute: whether layers keep only their inputs and repeat their forward passes before their backward passes.
         ep: expert-parallel devices, which have different samples, too.
+        sp: sequence-parallel devices, each with a part of the tokens; ZeRO shards over them, too.
         in_flight: micro-batches between their forward and their backward pass (:func:`most_in_flight`).
         precision: "mixed" or "float32".
     """
     first, last = stage or (0, len(model.graph.operators) - 1)
-    numbers_from_one = {"tp": tp, "dp": dp, "ep": ep, "micro_batch": micro_batch, "in_flight": in_flight}
+    numbers_from_one = {"tp": tp, "dp": dp, "ep": ep, "sp": sp, "micro_batch": micro_batch, "in_flight": in_flight}
     for name, number in numbers_from_one.items():
         if number < 1:
             raise ValueError(f"{name} must be from 1 on, got {number}")
@@ -73,8 +87,9 @@ def memory_of(  # noqa: PLR0917
         raise ValueError(f"stage must be operators (first, last) of 0 to {len(model.graph.operators) - 1}, got {stage}")
     if tp > 1 and ep > 1:
         raise ValueError(f"experts are spread with data parallelism alone, got tp={tp} and ep={ep}")
-    operators = model.graph.operators[first : last + 1]
     roles = strategies_of(model, "ep" if ep > 1 else "tp", max(tp, ep))
+    model = with_split_tokens(model, sp, tp)
+    operators = model.graph.operators[first : last + 1]
     n = max(tp, ep)
     mine = {operator.name for operator in operators}
     counted = [(o, n if roles[o.name] in _CUT else 1, roles[o.name] == EXPERT) for o in operators]
@@ -95,7 +110,7 @@ def memory_of(  # noqa: PLR0917
     else:
         activations = micro_batch * in_flight * sum(kept)
     return parameter_memory(
-        numbers[False], numbers[True], frozen[False], frozen[True], dp=dp, ep=ep, zero_stage=zero_stage,
+        numbers[False], numbers[True], frozen[False], frozen[True], dp=dp * sp, ep=ep, zero_stage=zero_stage,
         precision=precision, activations=activations,
     )  # fmt: skip
 
@@ -120,6 +135,24 @@ def parameter_memory(
         )
         kinds.append(size * (dense / (dp * ep if is_sharded else 1) + experts / (dp if is_sharded else 1)))
     return MemoryUse(kinds[0], kinds[1], kinds[2], activations)
+
+
+def with_split_tokens(model: Model, sp: int, tp: int) -> Model:
+    """Return the model of the ``sp`` rank with the most tokens: its layers, and the logits and loss of all tokens.
+
+    In attention it has all tokens of its heads. Ranks that share a head of keys and values have a copy each.
+    """
+    if sp == 1:
+        return model
+    share = math.ceil(model.sequence / sp) / model.sequence
+    copies = max(1, sp * tp // model.divides.get("num_key_value_heads", sp * tp))
+    operators = []
+    for o in model.graph.operators:
+        is_split = o.layer is not None or (o.name in ("head", "loss") and o.rows == model.sequence)
+        repeated = (copies - 1) * (o.width_in - o.width_out) if o.kind == "attention" else 0
+        divided = {name: share * getattr(o, name) for name in ("rows", "flops", "traffic", "scores", "saved", "masks")}
+        operators.append(replace(o, width_in=o.width_in + repeated, **divided) if is_split else o)
+    return replace(model, graph=Graph(operators, model.graph.name))
 
 
 def recomputed_layers(model: Model) -> list[Optional[int]]:

@@ -22,9 +22,10 @@ from mindnlp_dp.planner.cost_model.memory import (
     recomputed_layers,
     saved_of,
     strategies_of,
+    with_split_tokens,
 )
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, cost_of, layouts, resharding
-from mindnlp_dp.planner.profiles.cluster import Cluster, all_reduce
+from mindnlp_dp.planner.profiles.cluster import Cluster, Link, all_gather, all_reduce, all_to_all
 from mindnlp_dp.planner.profiles.operators import (
     BATCH,
     COLUMN,
@@ -43,27 +44,33 @@ from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
 
 @dataclass(frozen=True)
 class StageParallelism:
-    """Holds the degrees of parallelism within a stage: (dp, tp), or (dp, ep) with expert parallelism."""
+    """Holds the degrees of parallelism within a stage: (dp, tp), or (dp, ep) with expert parallelism; and sp."""
 
     dp: int = 1
     tp: int = 1
     ep: int = 1
+    sp: int = 1
 
     @property
     def num_devices(self) -> int:
-        return self.dp * self.tp * self.ep
+        return self.num_replicas * self.tp
 
     @property
     def num_data(self) -> int:
         """Return the number of devices with different samples."""
         return self.dp * self.ep
 
+    @property
+    def num_replicas(self) -> int:
+        """Return the number of devices with the same weights, apart from experts, which exchange their gradients."""
+        return self.num_data * self.sp
+
     def __str__(self) -> str:
         return mesh_name(self.mesh())
 
     def mesh(self, pp: int = 1) -> dict[str, int]:
         """Return the sizes for ``--mesh``; the axes that communicate most come last, on neighbours within a host."""
-        sizes = {"pp": pp, "dp": self.dp, "ep": self.ep, "tp": self.tp}
+        sizes = {"pp": pp, "dp": self.dp, "ep": self.ep, "sp": self.sp, "tp": self.tp}
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
 
 
@@ -71,14 +78,14 @@ def mesh_of(stages: Sequence[StageParallelism]) -> dict[str, Size]:
     """Return the sizes for ``--mesh`` of a pipeline with these stages."""
     if len(set(stages)) == 1:
         return dict(stages[0].mesh(len(stages)))
-    by_axis = {"dp": tuple(s.dp for s in stages), "ep": tuple(s.ep for s in stages), "tp": tuple(s.tp for s in stages)}
+    by_axis = {axis: tuple(getattr(s, axis) for s in stages) for axis in ("dp", "ep", "sp", "tp")}
     sizes = {axis: of[0] if len(set(of)) == 1 else of for axis, of in by_axis.items()}
     return {"pp": len(stages), **{axis: size for axis, size in sizes.items() if size != 1}}
 
 
 def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
     """Return the degrees of parallelism of each stage; raise ValueError for sizes that are not a mesh."""
-    unknown = sorted(set(mesh) - {"dp", "pp", "ep", "tp"})
+    unknown = sorted(set(mesh) - {"dp", "pp", "ep", "sp", "tp"})
     pp = mesh.get("pp", 1)
     sizes = {axis: size if isinstance(size, tuple) else (size,) for axis, size in mesh.items()}
     if (
@@ -87,7 +94,7 @@ def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
         or not isinstance(pp, int)
         or any(len(size) not in (1, pp) for size in sizes.values())
     ):
-        raise ValueError(f"a mesh has axes dp, pp, ep, tp, each from 1 on, or of as many stages; got {dict(mesh)}")
+        raise ValueError(f"a mesh has axes dp, pp, ep, sp, tp, each from 1 on, or of as many stages; got {dict(mesh)}")
     by_stage = {axis: size if len(size) == pp else size * pp for axis, size in sizes.items() if axis != "pp"}
     return [StageParallelism(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
 
@@ -132,10 +139,12 @@ class StageCosts:
 
     def __init__(self, model: Model, cluster: Cluster, sharing: StageParallelism, firsts: list[int]) -> None:
         self.model, self.cluster, self.sharing, self.firsts = model, cluster, sharing, firsts
-        operators = model.graph.operators
         axis, n = ("ep", sharing.ep) if sharing.ep > 1 else ("tp", sharing.tp)
         roles = strategies_of(model, axis, n)
-        links = (cluster.link(sharing.dp, n), cluster.link(n, 1))
+        model = with_split_tokens(model, sharing.sp, sharing.tp)
+        operators = model.graph.operators
+        links = (cluster.link(sharing.dp, n * sharing.sp), cluster.link(n, sharing.sp if axis == "ep" else 1))
+        of_tokens = cluster.link(sharing.sp, sharing.tp)
         mesh = DeviceGroup((sharing.dp, n), links)
         size = cluster.bytes_per_value
         rates = DeviceRates(
@@ -146,6 +155,7 @@ class StageCosts:
         columns = []
         for operator in examples:
             column = _column(operator, roles[operator.name], mesh, rates)
+            column += _token_exchange(model.graph, operator, sharing, of_tokens, size)
             for source in operator.inputs:
                 column += reshard_cost(model.graph, roles, (source, operator.name), mesh, size)
             columns.append(column)
@@ -167,7 +177,7 @@ class StageCosts:
         self._peaks = np.array(
             [np.maximum.accumulate(np.where(np.arange(len(peaks)) < a, 0.0, peaks)) for a in range(len(peaks))]
         )
-        self.entering = size * _entering(model, tuple(firsts))
+        self.entering = size * _entering(self.model, tuple(firsts))
         self._place_of = {o.name: layer for layer, (a, b) in enumerate(zip(bounds, bounds[1:])) for o in operators[a:b]}
         self._tied = [self._tied_in(a, b, roles, n) for a, b in zip(bounds, bounds[1:])]
 
@@ -239,7 +249,7 @@ class StageCosts:
         numbers = (float(x) for x in (*self.parameters(first, last), *self.frozen(first, last)))
         s = self.sharing
         return parameter_memory(
-            *numbers, dp=s.dp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision,
+            *numbers, dp=s.dp * s.sp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision,
             activations=activations,
         )  # fmt: skip
 
@@ -249,7 +259,7 @@ class StageCosts:
         """Return how many micro-batches of a stage fit into ``room`` bytes at a time; 0 if the stage does not fit."""
         s = self.sharing
         fixed = parameter_memory(
-            *self.parameters(first, last), *self.frozen(first, last), dp=s.dp, ep=s.ep, zero_stage=zero_stage,
+            *self.parameters(first, last), *self.frozen(first, last), dp=s.dp * s.sp, ep=s.ep, zero_stage=zero_stage,
             precision=self.cluster.precision,
         ).total  # fmt: skip
         each, peak = self.activations(first, last, micro_batch), 0.0
@@ -263,11 +273,10 @@ class StageCosts:
         trained = (a - b for a, b in zip(self.parameters(first, last), self.frozen(first, last)))
         parameters, of_experts = map(float, trained)
         s, size = self.sharing, self.cluster.bytes_per_value
-        n = s.tp
-        exchange = all_reduce(s.num_data, size * parameters, self.cluster.link(s.num_data, n))
-        exchange += all_reduce(s.dp, size * of_experts, self.cluster.link(s.dp, s.ep))
+        exchange = all_reduce(s.num_replicas, size * parameters, self.cluster.link(s.num_replicas, s.tp))
+        exchange += all_reduce(s.dp * s.sp, size * of_experts, self.cluster.link(s.dp * s.sp, s.ep))
         divided = zero_stage > 0
-        numbers = parameters / (s.num_data if divided else 1) + of_experts / (s.dp if divided else 1)
+        numbers = parameters / (s.num_replicas if divided else 1) + of_experts / (s.dp * s.sp if divided else 1)
         return exchange, numbers / self.cluster.update_rate
 
 
@@ -323,6 +332,24 @@ def _column(operator: Operator, role: str, mesh: DeviceGroup, rates: DeviceRates
     column = np.array(parts + [0.0] * (_NUM_COLUMNS - len(parts)))
     share = operator.frozen / operator.parameters if operator.parameters else 0.0
     column[[_FROZEN, _FROZEN_EXPERTS]] = share * column[[_PARAMETERS, _OF_EXPERTS]]
+    return column
+
+
+def _token_exchange(graph: Graph, operator: Operator, sharing: StageParallelism, link: Link, size: int) -> np.ndarray:
+    """Return the table entries of the exchanges of tokens among the ranks of the axis "sp".
+
+    Queries, keys, values and the output of attention take an all-to-all each; the last layer's output is gathered.
+    """
+    sp, column = sharing.sp, np.zeros(_NUM_COLUMNS)
+    one = two = 0.0
+    if operator.kind == "attention":
+        keys = (operator.num_in - operator.num_out) / 2
+        moved = [size * sp * values / sharing.tp for values in (operator.num_out, keys, keys, operator.num_out)]
+        one, two = (sum(all_to_all(sp, samples * b, link) for b in moved) for samples in (1, 2))
+    elif operator.layer is None:
+        moved = [size * sp * s.num_out for s in map(graph.by_name.get, operator.inputs) if s and s.layer is not None]
+        one, two = (sum(all_gather(sp, samples * b, link) for b in moved) for samples in (1, 2))
+    column[_AHEAD : _AHEAD + 2] = column[_BACK : _BACK + 2] = one - (two - one), two - one
     return column
 
 

@@ -1,0 +1,343 @@
+"""Test sequence parallelism: ranks that have parts of the same rows train what one process trains."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cut_models import IS_MPI, assert_close, of_one_process, one_mesh_at_a_time, pieces_of, trained_by_trainer
+from mindnlp.core import optim
+from mindspore import Tensor
+from tiny_transformers import DECODERS, LENGTH, LORA, VOCAB, build, train, whole_weights
+
+import mindnlp_dp as dp
+from mindnlp_dp.data_parallel.overlap import OverlapState
+from mindnlp_dp.language_modeling.rows import Collator
+from mindnlp_dp.parallel.parallel_plan import ShardingPlan, TensorPlan, plan_for
+from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from models import Rows, alone, tiny_roberta
+from models import train as train_by_trainer
+
+__all__ = ["one_mesh_at_a_time"]
+WORLD_SIZE = dp.get_process_group().world_size
+MESHES = {2: ["sp=2"], 3: ["sp=3"], 4: ["sp=4", "dp=2,sp=2", "sp=2,tp=2"]}.get(WORLD_SIZE, [])
+pytestmark = pytest.mark.skipif(not (IS_MPI and MESHES), reason="needs several ranks, and MPI's all-to-all")
+needs_two = pytest.mark.skipif(WORLD_SIZE != 2, reason="shows the same on other numbers of ranks")
+needs_sp_2 = pytest.mark.skipif(WORLD_SIZE not in (2, 4), reason="needs an even number of heads")
+
+
+def make_mesh():
+    """Return a mesh with the axis sp, and dp if there are four ranks."""
+    return dp.init_device_mesh({2: {"sp": 2}, 4: {"dp": 2, "sp": 2}}[WORLD_SIZE])
+
+
+def cases():
+    others = ("gpt2", "qwen2_moe")
+    for number, kind in enumerate([*DECODERS, *(f"{kind}{LORA}" for kind in (*DECODERS, *others))]):
+        for mesh in MESHES if WORLD_SIZE != 3 else []:
+            is_core = (kind, mesh) in {("llama", "sp=2"), ("qwen2, LoRA", "dp=2,sp=2"), ("llama", "sp=4")}
+            is_slow = number % len(MESHES) != MESHES.index(mesh)
+            yield pytest.param(kind, mesh, marks=pytest.mark.core if is_core else pytest.mark.slow if is_slow else ())
+
+
+@pytest.mark.parametrize(("kind", "mesh"), cases())
+def test_a_decoder_trains_what_one_process_trains(group, kind, mesh):
+    """Under sp=4, some of these models have two heads of keys and values, and two ranks have copies of each."""
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+    model = dp.parallelize(build(kind), mesh)
+    step = train(model, kind, pieces_of(mesh, 2))
+    assert_close(model, kind, 5e-6 if mesh.sizes["tp"] > 1 else 2e-6)
+    np.testing.assert_allclose(step.norms, of_one_process(kind)[1], rtol=1e-4 if kind.endswith(LORA) else 2e-5)
+    assert len(set(group.all_gather_object(model.parallel.assert_in_sync()))) == 1
+
+
+# Of the rows of a data set, with two batches of four.
+LENGTHS = (12, 7, 12, 9, 5, 11, 8, 4)
+
+
+def rows_of(lengths, *, is_packed=False, first_label=0):
+    """Return a batch of rows of these lengths as the language recipe's collator makes it."""
+    rng, rows = np.random.default_rng(sum(lengths)), []
+    for number, length in enumerate(lengths):
+        ids = rng.integers(3, VOCAB, length)
+        labels = np.where(np.arange(length) < first_label + number % 3, -100, ids)
+        texts = np.searchsorted([2 + number % 2, length // 2], np.arange(length), side="right") * int(is_packed)
+        rows.append({"input_ids": ids, "labels": labels, "texts": texts})
+    return Collator(0, is_packed)(rows)
+
+
+def train_on(model, batches, group=None, num_ranks=1, rank=0, **options):
+    """Train on a share of each batch's rows; return the losses of the updates."""
+    model.set_train(True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    step = dp.make_train_step(
+        lambda **inputs: model(**inputs)[0], optim.AdamW(parameters, lr=5e-4), parameters, max_grad_norm=0.5,
+        group=group, **options,
+    )  # fmt: skip
+    losses = []
+    for batch in batches:
+        each = -(-len(batch["input_ids"]) // num_ranks)
+        share = {name: x[rank * each : (rank + 1) * each] for name, x in batch.items()} if num_ranks > 1 else batch
+        step(share if len(share["input_ids"]) else None)
+        losses.append(step.mean_loss())
+    return losses
+
+
+def compare(make, batches, tolerance=3e-6, mesh=None, **options):
+    """Train on ``mesh`` and in one process; compare the losses and the weights."""
+    with alone() as single:
+        model = make()
+        losses = train_on(model, batches, single)
+        expected = whole_weights(model)
+    mesh = mesh or make_mesh()
+    model = dp.parallelize(make(), mesh)
+    found = train_on(model, batches, None, mesh.dp_group.world_size, mesh.dp_group.rank, **options)
+    np.testing.assert_allclose(found, losses, rtol=3e-6)
+    for name, weight in whole_weights(model).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=tolerance, err_msg=name)
+    return model
+
+
+@needs_sp_2
+@pytest.mark.core
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("lengths", [[16, 9, 11, 5], [15, 15, 15], [2, 2, 1]])
+def test_rows_of_any_length_padded_or_packed(group, is_packed, lengths):
+    """The longest rows have an odd length, or there are as few tokens as ranks."""
+    if is_packed and max(lengths) < 5:
+        pytest.skip("a row of two tokens has one text")
+    compare(lambda: build("llama"), [rows_of(lengths, is_packed=is_packed), rows_of([13, 4], is_packed=is_packed)])
+
+
+@needs_sp_2
+def test_labels_that_are_all_on_one_rank(group):
+    """The first half of each row has no label, so the first rank's tokens have no loss; then there is one label."""
+    one = rows_of([12, 12])
+    one["labels"][:] = -100
+    one["labels"][1, 7] = 5
+    compare(lambda: build("llama"), [rows_of([12, 12], first_label=8), one])
+
+
+@needs_sp_2
+def test_a_rank_without_rows(group):
+    """One row, which the first of the data-parallel ranks has."""
+    compare(lambda: build("gpt2"), [rows_of([9]), rows_of([8, 9])])
+
+
+@needs_two
+@pytest.mark.parametrize("options", [{"recompute": True}, {"zero_stage": 2}, {"zero_stage": 1}])
+def test_recomputed_layers_and_sharded_updates_change_no_bit(group, options):
+    def trained(**options):
+        model = dp.parallelize(build("llama", dropout=0.1), make_mesh())
+        train_on(model, [rows_of([12, 7]), rows_of([9, 9])], **options)
+        return whole_weights(model)
+
+    expected = trained()
+    for name, weight in trained(**options).items():
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+
+@needs_sp_2
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "llama, LoRA", "masked"])
+def test_dropout_is_that_of_one_process(group, kind, recwarn):
+    """Hidden states drop a rank's tokens, attention a rank's heads, and adapters the tokens that they project."""
+    rng = np.random.default_rng(2)
+    rows = [{"input_ids": ids, "labels": ids, "texts": 0 * ids} for ids in (rng.integers(3, VOCAB, n) for n in LENGTHS)]
+
+    def batches(size, group=None):
+        return [window[0] for window in dp.make_loader(rows, size, collate=Collator(0, False), group=group).windows()]
+
+    with alone() as single:
+        model = build(kind, dropout=0.2)
+        losses = train_on(model, batches(4, single), single)
+        expected = whole_weights(model)
+    mesh = make_mesh()
+    model = dp.parallelize(build(kind, dropout=0.2), mesh)
+    found = train_on(model, batches(4 // mesh.dp_group.world_size))
+    np.testing.assert_allclose(found, losses, rtol=3e-6)
+    for name, weight in whole_weights(model).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=3e-6, err_msg=name)
+    assert not [str(each.message) for each in recwarn if "dropout" in str(each.message)]
+
+
+@needs_two
+def test_dropout_per_rank_draws_other_masks_on_each_rank(group):
+    model = dp.parallelize(build("gpt2", dropout=0.5), make_mesh())
+    row = rows_of([12])
+    same = {name: np.repeat(x[:, :6], 2, 1) if name != "attention_mask" else x for name, x in row.items()}
+    losses = train_on(model, [same, same], dropout="per-rank")
+    assert np.isfinite(losses).all()
+
+
+@needs_sp_2
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_fused_loss_is_computed_from_each_ranks_tokens(group, kind, monkeypatch):
+    from mindnlp_dp.kernels import functions
+
+    seen, fused = [], functions.linear_cross_entropy
+
+    def counting(hidden, *args, **kwargs):
+        seen.append(hidden.shape[0])
+        return fused(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(functions, "linear_cross_entropy", counting)
+
+    def make():
+        model = build(kind)
+        dp.fuse_cross_entropy(model)
+        return model
+
+    compare(make, [rows_of([12, 11, 12, 12])])
+    # One process has 11 tokens with a next one in each of 4 rows; a rank of sp=2 has half of its own rows.
+    rows = 4 // make_mesh().dp_group.world_size
+    assert seen == [44, rows * 6]
+
+
+@needs_sp_2
+def test_a_custom_loss_of_the_logits(group):
+    """Without labels the model returns the logits of all tokens, and their gradients reach all ranks' tokens."""
+
+    def loss_of(model, **inputs):
+        logits = model(**inputs)["logits"]
+        assert logits.shape[1] == 11
+        return (logits[:, 3:] ** 2).mean() + logits[:, 0].max()
+
+    columns = {"input_ids": np.random.default_rng(1).integers(3, VOCAB, (4, 11))}
+
+    def trained(model, group=None, num_ranks=1, rank=0):
+        model.set_train(True)
+        parameters = list(model.parameters())
+        step = dp.make_train_step(
+            lambda **inputs: loss_of(model, **inputs), optim.SGD(parameters, lr=0.1), parameters, group=group,
+            weight_of=lambda batch: len(batch["input_ids"]), model=model,
+        )  # fmt: skip
+        each = 4 // num_ranks
+        step({"input_ids": columns["input_ids"][rank * each : (rank + 1) * each]})
+        return whole_weights(model)
+
+    if WORLD_SIZE > 2:
+        pytest.skip("the largest logit of all rows is not a mean of the ranks'")
+    with alone() as single:
+        expected = trained(build("llama"), single)
+    for name, weight in trained(dp.parallelize(build("llama"), make_mesh())).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+@needs_sp_2
+@pytest.mark.core
+def test_the_trainer_evaluates_and_predicts_whole_rows(group, tmp_path):
+    """The last batch is not full; metrics see the logits of all rows, in their order."""
+
+    def evaluated(parallel):
+        model = tiny_roberta(seed=1)
+        model = dp.parallelize(model, make_mesh()) if parallel else model
+        trainer = train_by_trainer(
+            model, Rows(8), tmp_path / str(group.rank), per_device_train_batch_size=2, logging_steps=1,
+        )  # fmt: skip
+        predicted = trainer.predict(Rows(11, seed=2))
+        return trainer.evaluate(Rows(11, seed=2))["eval_loss"], predicted.predictions, trainer
+
+    found = evaluated(parallel=True)
+    with alone():
+        dp.init_device_mesh({"dp": 1})
+        size = 2 * (2 if WORLD_SIZE == 4 else 1)
+        model = tiny_roberta(seed=1)
+        trainer = train_by_trainer(
+            model, Rows(8), tmp_path / f"alone-{group.rank}", per_device_train_batch_size=size, logging_steps=1,
+        )  # fmt: skip
+        assert trainer.evaluate(Rows(11, seed=2))["eval_loss"] == pytest.approx(found[0], abs=1e-5)
+        np.testing.assert_allclose(trainer.predict(Rows(11, seed=2)).predictions, found[1], atol=1e-5)
+    logged = [[row["loss"] for row in each.state.log_history if "loss" in row] for each in (found[2], trainer)]
+    assert logged[0] == pytest.approx(logged[1], abs=2e-4)
+
+
+@needs_sp_2
+@pytest.mark.core
+def test_a_run_is_resumed_on_meshes_with_and_without_sp(group, shared_tmp_path):
+    from cut_models import assert_taken_up
+
+    meshes = {2: ["sp=2", "tp=2", "dp=2"], 4: ["dp=2,sp=2", "sp=4", "sp=2,tp=2"]}[WORLD_SIZE]
+    whole = trained_by_trainer(group, meshes[0], shared_tmp_path / "whole")
+    for number, (first, second) in enumerate(zip(meshes, [*meshes[1:], meshes[0]])):
+        settings = {"sharded_checkpoints": number % 2 == 0, "async_save": number % 3 > 0}
+        assert_taken_up(group, first, second, shared_tmp_path / str(number), whole, **settings)
+
+
+# What is refused, and what is seen.
+
+
+@needs_two
+def test_attention_that_reads_the_values_of_its_input_has_a_loss_that_is_no_number(group):
+    """What a module reads of its input under sp is a placeholder of NaN; a shortcut in attention reads it."""
+    model = build("llama")
+    attention = type(model.model.layers[1].self_attn)
+    stock = attention.forward
+
+    class Shortcut(attention):
+        def forward(self, hidden_states, *args, **kwargs):
+            return (stock(self, hidden_states, *args, **kwargs)[0] + hidden_states.mean(), None, None)
+
+    model.model.layers[1].self_attn.__class__ = Shortcut
+    batch = rows_of([8, 8])
+    model = dp.parallelize(model, make_mesh())
+    model.set_train(True)
+    loss = model(**{name: Tensor(x) for name, x in batch.items()})[0]
+    assert np.isnan(loss.asnumpy())
+
+
+@needs_two
+@pytest.mark.core
+def test_a_wrong_plan_is_found_by_the_check(group):
+    """Queries that no layer exchanges have another shape, and values that are exchanged twice another order."""
+    stock = plan_for(build("llama")).tensor
+    layers = {pattern: style for pattern, style in stock.layers.items() if "k_proj" not in pattern}
+    plan = ShardingPlan(TensorPlan(layers, stock.divided, stock.apart, stock.head), plan_for(build("llama")).pipeline)
+    with pytest.raises(ValueError, match="failed in the check of the plan|the plan is wrong"):
+        dp.parallelize(build("llama"), make_mesh(), plan, check=rows_of([8, 8]))
+    model = dp.parallelize(build("llama"), make_mesh(), check=rows_of([9, 7]))
+    assert model.parallel is not None
+
+
+@needs_two
+def test_what_sequence_parallelism_cannot_do_is_refused(group):
+    mesh = make_mesh()
+    for kind, config, says in (
+        ("t5", {}, "has an encoder and a decoder; use tp or dp"),
+        ("gpt2", {"n_head": 1}, "num_heads of transformer.h.0.attn is 1, which sp=2 does not divide"),
+        ("llama", {"output_hidden_states": True}, "sp does not support outputs of each layer"),
+        ("llama", {"pretraining_tp": 2}, "sp does not support pretraining_tp"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            dp.parallelize(build(kind, **config), mesh)
+    model = dp.parallelize(build("llama"), mesh)
+    row = {"input_ids": Tensor(np.ones((1, 1), np.int64))}
+    with pytest.raises(ValueError, match="sp=2 needs rows of as many tokens, got a batch of length 1"):
+        model(**row)
+    row["input_ids"] = Tensor(np.ones((1, LENGTH), np.int64))
+    with pytest.raises(ValueError, match="sp does not support output_attentions"):
+        model(**row, output_attentions=True)
+    decoder = dp.parallelize(build("masked", is_decoder=True, add_cross_attention=True), mesh)
+    with pytest.raises(ValueError, match="projects something else than the hidden states"):
+        decoder(**row, encoder_hidden_states=Tensor(np.ones((1, 4, 16), np.float32)))
+
+
+@pytest.mark.skipif(WORLD_SIZE != 4, reason="needs two axes")
+def test_stages_and_parts_of_rows_cannot_be_combined(group):
+    with pytest.raises(ValueError, match="stages and parts of rows cannot be combined yet"):
+        dp.parallelize(build("llama"), dp.init_device_mesh({"pp": 2, "sp": 2}))
+    with pytest.raises(ValueError, match="the sizes of dp and tp may differ by stage, that of sp may not"):
+        dp.init_device_mesh({"pp": 2, "sp": (2, 1)})
+
+
+@needs_two
+def test_gradients_are_exchanged_during_the_backward_pass(group, capsys):
+    """The exchange counts the same weights during the backward pass as after it: no update is exchanged again."""
+    model = dp.parallelize(build("llama"), make_mesh())
+    model.set_train(True)
+    parameters = list(model.parameters())
+    step = dp.make_train_step(
+        lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, overlap=True, bucket_cap_mb=0.01
+    )
+    for number in range(4):
+        step(rows_of([12, 9 - number]))
+    assert step.train_step.synchronizer.overlap.state is OverlapState.ON
+    assert "from here on" not in capsys.readouterr().err
