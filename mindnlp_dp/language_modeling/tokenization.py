@@ -90,7 +90,7 @@ def _labeled(
 def encode_documents(
     documents: Sequence[Conversation], tokenizer: Tokenizer, eos: Optional[int], max_length: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
-    """Yield the tokens and labels of texts without roles, as :func:`encode_all` does, in rows of at most ``max_length``.
+    """Yield the tokens and labels of texts without roles, as :func:`encode_all` does, in rows of ``max_length``.
 
     A row begins with the last token of the row before, so that every token but a text's first is predicted once.
     """
