@@ -49,7 +49,7 @@ def cached(folder: str, key: str, make: Callable[[], Split]) -> Split:
 
 def _write(path: Path, key: str, split: Split) -> None:
     rows, *counts = split
-    checksum = zlib.crc32(rows.codes, zlib.crc32(rows.bounds))
+    checksum = zlib.crc32(rows.codes.data, zlib.crc32(rows.bounds.data))
     header = json.dumps([key, len(rows.bounds), len(rows.codes), checksum, *counts])
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".rows-")
@@ -70,7 +70,7 @@ def _read(path: Path, key: str) -> Optional[Split]:
             found, num_bounds, num_codes, checksum, *counts = json.loads(file.read(_HEADER_BYTES))
             bounds = np.fromfile(file, np.int64, num_bounds)
             codes = np.memmap(path, np.int32, "r", _HEADER_BYTES + 8 * num_bounds, (num_codes,))
-        is_whole = zlib.crc32(codes, zlib.crc32(bounds)) == checksum
+        is_whole = zlib.crc32(codes.data, zlib.crc32(bounds.data)) == checksum
         truncated, without_labels = counts
     except (OSError, ValueError, TypeError):
         return None
