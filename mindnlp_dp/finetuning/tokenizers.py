@@ -58,8 +58,14 @@ def pretrained_tokenizer(name: str, base: str = "") -> tuple[Any, Tokenizer]:
 def encoded_text(text: str, tokenizer: Tokenizer, *, adds_special_tokens: bool) -> tuple[Encoding, int]:
     """Return a text's encoding, and its number of tokens without those that the tokenizer adds at the end."""
     encoding = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
-    length = len(encoding.ids)
+    return encoding, length_of_text(encoding)
+
+
+def length_of_text(encoding: Encoding) -> int:
+    """Return the number of tokens without those that the tokenizer adds at the end."""
+    offsets = encoding.offsets
+    length = len(offsets)
     # Their offsets are (0, 0).
-    while length and encoding.offsets[length - 1][0] == encoding.offsets[length - 1][1]:
+    while length and offsets[length - 1][0] == offsets[length - 1][1]:
         length -= 1
-    return encoding, length
+    return length

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -29,6 +30,7 @@ from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
 from mindnlp_dp.language_modeling.rows import Collator, PairCollator
 from mindnlp_dp.language_modeling.task import (
+    ConversationSplits,
     LanguageModelingTask,
     build_model,
     prepare_task,
@@ -56,7 +58,7 @@ def main() -> None:
             # The rewards of both answers are compared, and come with this column.
             label_names=["labels" if config.objective == "sft" else "reference"],
         )
-        task = group.run_on_rank0(lambda: prepare_task(config, splits), "preparing the data")
+        task = prepared_on_host(config, splits, group)
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train), mesh.dp_group.world_size)
         report = train(config, args, task, group)
@@ -65,6 +67,18 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if group.is_main:
         print(f"\n{summary(report, Path(config.output_dir))}")
+
+
+def prepared_on_host(
+    config: LanguageModelingConfig, splits: Optional[ConversationSplits], group: dp.ProcessGroup
+) -> LanguageModelingTask:
+    """Let the first rank of each host prepare the data, and return what it made on the host's ranks. A collective."""
+    here = group.local_rank == 0
+    # As bytes, because a host cannot open the file of another one. The ranks of a host are consecutive.
+    task = group.run_on(here, lambda: pickle.dumps(prepare_task(config, splits)), "preparing the data")
+    made = [each for each in group.all_gather_object(task)[: group.rank + 1] if each is not None]
+    found: LanguageModelingTask = pickle.loads(made[-1])
+    return found
 
 
 def train(

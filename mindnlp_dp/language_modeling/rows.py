@@ -5,7 +5,7 @@ Packed texts do not see each other: attention has a block-diagonal mask, and pos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -17,47 +17,85 @@ from mindnlp_dp.data.loss_weight import IGNORED
 PACKABLE = ("llama", "qwen2", "mistral", "gemma", "phi", "mixtral", "qwen2_moe")
 
 
+# A token, and whether it has a label and begins a text, in 32 bits.
+_HAS_LABEL, _BEGINS = np.int32(1 << 30), np.int32(1 << 29)
+LARGEST_TOKEN = (1 << 29) - 1
+_TOKENS_AT_A_TIME = 1 << 20
+
+
 @dataclass(frozen=True)
 class TokenRows:
     """Rows of tokens of different lengths, end to end; a data set for the Trainer.
 
     Attributes:
-        ids, labels: (N,) all tokens, and their labels.
-        texts: (N,) the number of the text within its row.
+        codes: (N,) int32, often a memory map: all tokens, with a bit for those that have a label, which is the token
+            itself, and one for the first token of a text.
         bounds: (rows + 1,) where each row begins and the last one ends.
         reference: (rows, 2) for pairs of answers, their log probabilities before training.
     """
 
-    ids: np.ndarray
-    labels: np.ndarray
-    texts: np.ndarray
+    codes: np.ndarray
     bounds: np.ndarray
     reference: Optional[np.ndarray] = None
 
     @classmethod
     def of(cls, encoded: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> TokenRows:
         """Make rows of one or several (tokens, labels) each."""
-        flat = [part for row in encoded for part in row]
-        numbers = [np.full(len(ids), number) for row in encoded for number, (ids, _) in enumerate(row)]
-        lengths = [sum(len(ids) for ids, _ in row) for row in encoded]
-        return cls(
-            np.concatenate([ids for ids, _ in flat] or [np.zeros(0, np.int64)]),
-            np.concatenate([labels for _, labels in flat] or [np.zeros(0, np.int64)]),
-            np.concatenate(numbers or [np.zeros(0, np.int64)]),
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        )
+        return cls.of_codes([[codes_of(ids, labels) for ids, labels in row] for row in encoded])
+
+    @classmethod
+    def of_codes(cls, encoded: Sequence[Sequence[np.ndarray]]) -> TokenRows:
+        """Make rows of one or several texts each, which :func:`codes_of` returns."""
+        lengths = [sum(map(len, row)) for row in encoded]
+        flat = [codes for row in encoded for codes in row]
+        return cls(np.concatenate(flat or [np.zeros(0, np.int32)]), np.cumsum([0, *lengths], dtype=np.int64))
 
     @property
     def num_labels(self) -> int:
-        return int(np.count_nonzero(self.labels != IGNORED))
+        return sum(int(np.count_nonzero(codes & _HAS_LABEL)) for codes in self._blocks())
+
+    @property
+    def largest_token(self) -> int:
+        return max((int((codes & LARGEST_TOKEN).max()) for codes in self._blocks()), default=0)
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        # Temporary arrays of all tokens would need more memory than the tokens.
+        return (self.codes[at : at + _TOKENS_AT_A_TIME] for at in range(0, len(self.codes), _TOKENS_AT_A_TIME))
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        at = slice(self.bounds[index], self.bounds[index + 1])
-        row = {"input_ids": self.ids[at], "labels": self.labels[at], "texts": self.texts[at]}
+        codes = np.asarray(self.codes[self.bounds[index] : self.bounds[index + 1]])
+        ids = (codes & LARGEST_TOKEN).astype(np.int64)
+        labels = np.where(codes & _HAS_LABEL, ids, IGNORED)
+        row = {"input_ids": ids, "labels": labels, "texts": np.cumsum(codes & _BEGINS != 0) - 1}
         return row if self.reference is None else {**row, "reference": self.reference[index]}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A process of the same host opens the file, instead of having a copy of the tokens.
+        codes: Any = self.codes
+        if isinstance(codes, np.memmap):
+            codes = str(codes.filename), codes.offset, codes.shape
+        return _restored, (codes, self.bounds, self.reference)
+
+    def __deepcopy__(self, memo: Any) -> TokenRows:
+        # MindNLP's Trainer copies its data sets. These rows are only read.
+        return self
+
+
+def _restored(codes: Any, bounds: np.ndarray, reference: Optional[np.ndarray]) -> TokenRows:
+    if isinstance(codes, tuple):
+        path, offset, shape = codes
+        codes = np.memmap(path, np.int32, "r", offset, shape)
+    return TokenRows(codes, bounds, reference)
+
+
+def codes_of(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return a text's tokens and labels as int32 codes of :class:`TokenRows`."""
+    codes = ids.astype(np.int32) | np.where(labels != IGNORED, _HAS_LABEL, np.int32(0))
+    codes[:1] |= _BEGINS
+    return codes
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:

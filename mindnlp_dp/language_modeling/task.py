@@ -1,11 +1,13 @@
 """This module prepares the data, the tokenizer and the model of a job; finetune.py calls it.
 
-Rank 0 alone calls :func:`prepare_task`, and the other ranks receive its result.
+One rank of each host calls :func:`prepare_task`, and the host's other ranks receive its result.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -18,7 +20,7 @@ from mindnlp_dp.finetuning.lora import with_lora
 from mindnlp_dp.finetuning.saved_model import adapters_of, load_causal_lm
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.finetuning.tokenizers import as_pretrained, encoded_text, pretrained_tokenizer
-from mindnlp_dp.language_modeling import templates
+from mindnlp_dp.language_modeling import row_cache, templates
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import (
     Conversation,
@@ -26,15 +28,15 @@ from mindnlp_dp.language_modeling.conversations import (
     read_preferences,
     topics_of_python,
 )
-from mindnlp_dp.language_modeling.rows import PACKABLE, TokenRows, pack
+from mindnlp_dp.language_modeling.rows import PACKABLE, TokenRows, codes_of, pack
 from mindnlp_dp.language_modeling.tokenization import (
     BOS,
     EOS,
     PAD,
     SPECIAL_TOKENS,
     add_control_tokens,
-    encode,
-    encode_document,
+    encode_all,
+    encode_documents,
     end_of_turn,
     train_tokenizer,
 )
@@ -143,36 +145,46 @@ def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSpli
     has_own_marks = config.template == "tokenizer"
     chat = next((each for each in splits[0] if not each.is_document), None)
     end, eos = chat and end_of_turn(chat, template, fast), tokenizer.eos_token_id
-    num_truncated = num_without_labels = 0
-    rows = []
-    for conversations, name in zip(splits, ("training", "held-out")):
+    end_of_text = eos if end is None else None
+
+    def tokenize(conversations: list[Conversation], name: str) -> tuple[TokenRows, int, int]:
+        """Return a split's rows, and the numbers of truncated texts and of those without labels."""
         # A row is a text, or the two texts of a preference.
-        encoded: list[list[tuple[np.ndarray, np.ndarray, bool]]] = []
-        for each in conversations:
-            if each.is_document:
-                encoded += [[row] for row in encode_document(each, fast, eos, config.max_length)]
-                continue
-            end_of_text = eos if end is None else None
-            encoded.append(
-                [
-                    encode(text, template, fast, end_of_text, config.max_length, adds_special_tokens=not has_own_marks)
-                    for text in (each, each.rejected)
-                    if text is not None
-                ]
+        encoded: Iterator[list[tuple[np.ndarray, np.ndarray, bool]]] = (
+            row
+            for is_document, some in itertools.groupby(conversations, lambda each: each.is_document)
+            for row in (
+                ([row] for row in encode_documents(list(some), fast, eos, config.max_length))
+                if is_document
+                else _encoded(
+                    list(some), template, fast, end_of_text, config.max_length, adds_special_tokens=not has_own_marks
+                )
             )
-        num_truncated += sum(truncated for row in encoded for _, _, truncated in row)
-        kept = [
-            [(ids, labels) for ids, labels, _ in row]
-            for row in encoded
-            if all((labels >= 0).any() for _, labels, _ in row)
-        ]
-        num_without_labels += len(encoded) - len(kept)
+        )
+        kept, num_truncated, num_without_labels = [], 0, 0
+        for row in encoded:
+            num_truncated += sum(truncated for _, _, truncated in row)
+            if all((labels >= 0).any() for _, labels, _ in row):
+                kept.append([codes_of(ids, labels) for ids, labels, _ in row])
+            else:
+                num_without_labels += 1
         if not kept:
             raise InputError(f"no text of the {name} split has a completion within max_length ({config.max_length})")
         if config.packing:
-            places = pack([len(ids) for [(ids, _)] in kept], config.max_length)
+            places = pack([len(codes) for [codes] in kept], config.max_length)
             kept = [[kept[number][0] for number in place] for place in places]
-        rows.append(TokenRows.of(kept))
+        return TokenRows.of_codes(kept), num_truncated, num_without_labels
+
+    settings = (
+        fast.to_str(), getattr(tokenizer, "chat_template", None), eos, config.template, config.max_length,
+        config.packing, end,
+    )  # fmt: skip
+    cached = [
+        row_cache.cached(config.cache_dir, row_cache.key_of(split, settings), functools.partial(tokenize, split, name))
+        for split, name in zip(splits, ("training", "held-out"))
+    ]
+    rows = [each[0] for each in cached]
+    num_truncated, num_without_labels = (sum(each[at] for each in cached) for at in (1, 2))
     prompts = [
         _prompt(each, template, fast, adds_special_tokens=not has_own_marks)
         for each in [each for each in splits[1] if not each.is_document][: config.num_samples]
@@ -187,6 +199,14 @@ def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSpli
         num_without_labels=num_without_labels,
         ignored_keys=sorted({str(key) for split in splits for each in split for key in each.ignored}),
     )  # fmt: skip
+
+
+def _encoded(
+    conversations: list[Conversation], *arguments: Any, adds_special_tokens: bool
+) -> Iterator[list[tuple[np.ndarray, np.ndarray, bool]]]:
+    pairs = [[text for text in (each, each.rejected) if text is not None] for each in conversations]
+    texts = encode_all(list(itertools.chain(*pairs)), *arguments, adds_special_tokens=adds_special_tokens)
+    return ([next(texts) for _ in pair] for pair in pairs)
 
 
 def _prompt(
@@ -253,7 +273,7 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
         raise InputError(f"{config.model} is a {kind}, in which tokens see later ones; pass a causal language model")
     if config.packing and kind not in PACKABLE:
         raise InputError(f"packing needs a model with masks for pairs of tokens ({', '.join(PACKABLE)}), got {kind}")
-    largest = max(int(rows.ids.max()) for rows in (task.train, task.test))
+    largest = max(rows.largest_token for rows in (task.train, task.test))
     if largest >= model.config.vocab_size:
         raise InputError(
             f"the tokenizer of {config.model} makes the token {largest}, and the model has {model.config.vocab_size}"

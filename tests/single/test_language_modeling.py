@@ -19,7 +19,7 @@ from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import Conversation, Message, read_conversations, topics_of_python
 from mindnlp_dp.language_modeling.rows import Collator, TokenRows, pack
 from mindnlp_dp.language_modeling.task import build_model, prepare_task, read_splits
-from mindnlp_dp.language_modeling.tokenization import encode, encode_document, train_tokenizer
+from mindnlp_dp.language_modeling.tokenization import encode, encode_documents, train_tokenizer
 
 CHAT = Conversation((
     Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4"),
@@ -149,7 +149,7 @@ def test_every_token_of_a_long_text_is_predicted_once(tmp_path):
     assert document.is_document
     tokenizer = train_tokenizer([text] * 3, 270)
     whole, _, _ = encode(document, templates.plain, tokenizer, 2, 10**6)
-    rows = encode_document(document, tokenizer, 2, 16)
+    rows = list(encode_documents([document], tokenizer, 2, 16))
     assert len(rows) > 3
     assert max(len(ids) for ids, _, _ in rows) == 16
     assert [token for _, labels, _ in rows for token in labels if token >= 0] == whole[1:].tolist()
@@ -157,7 +157,7 @@ def test_every_token_of_a_long_text_is_predicted_once(tmp_path):
         assert labels[0] == -100
         assert (labels[1:] == ids[1:]).all()
         assert not truncated
-    [(ids, labels, _)] = encode_document(document, tokenizer, 2, len(whole))
+    [(ids, labels, _)] = encode_documents([document], tokenizer, 2, len(whole))
     assert ids.tolist() == whole.tolist()
     assert labels[1:].tolist() == whole[1:].tolist()
 

@@ -1,0 +1,42 @@
+"""The rows of tokens are kept in a file."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from mindnlp_dp.language_modeling.row_cache import cached
+from mindnlp_dp.language_modeling.rows import TokenRows
+
+
+def made():
+    text = (np.array([5, 6, 7]), np.array([-100, 6, 7]))
+    return TokenRows.of([[text, text], [text]]), 1, 2
+
+
+def refuse():
+    raise AssertionError("made again")
+
+
+@pytest.mark.parametrize("broken", [b"", b"x" * 600, None])
+def test_broken_cache_is_made_again_and_a_whole_one_is_read(tmp_path, broken):
+    cached(str(tmp_path), "a", made)
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1] + b"\1" if broken is None else broken)
+    with pytest.raises(AssertionError, match="made again"):
+        cached(str(tmp_path), "a", refuse)
+    cached(str(tmp_path), "a", made)
+    rows, *counts = cached(str(tmp_path), "a", refuse)
+    assert counts == [1, 2]
+    data = pickle.dumps(rows)
+    for each in (rows, pickle.loads(data)):
+        assert isinstance(each.codes, np.memmap)
+        assert each[0]["labels"].tolist() == [-100, 6, 7, -100, 6, 7]
+        assert each[0]["texts"].tolist() == [0, 0, 0, 1, 1, 1]
+        assert each[1]["input_ids"].tolist() == [5, 6, 7]
+
+
+def test_rows_stay_in_memory_without_a_writable_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    rows, *_ = cached(str(tmp_path / "file"), "a", made)
+    assert len(rows) == 2
