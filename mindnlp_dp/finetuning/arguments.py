@@ -103,7 +103,7 @@ def repeated(num_samples: int, weight: float, seed: int) -> np.ndarray:
     return np.concatenate([all_of_them, chosen(num_samples, part, seed)[: part or 0]])
 
 
-def held_out(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+def held_out(labels: np.ndarray, fraction: float, seed: int, source: str = "the file") -> np.ndarray:
     """Return which samples are held out, bool of shape (samples,): this fraction of each label, chosen at random.
 
     >>> held_out(np.array([0, 0, 0, 0, 1, 1]), 0.5, 0).reshape(3, 2).sum()
@@ -111,11 +111,16 @@ def held_out(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     """
     is_held_out = np.zeros(len(labels), bool)
     order = np.random.default_rng(seed).permutation(len(labels))
-    for label in np.unique(labels):
+    names, counts = np.unique(labels, return_counts=True)
+    for label in names:
         ours = order[labels[order] == label]
         is_held_out[ours[: int(len(ours) * fraction)]] = True
     if not is_held_out.any():
-        raise InputError(f"test_fraction is {fraction}, and no sample is held out: no label has so many samples")
+        of_label = " of its most frequent label" if len(names) > 1 else ""
+        raise InputError(
+            f"{source} has {max(counts, default=0)} rows{of_label}, and test_fraction {fraction} of them is less than "
+            f"one row; add rows (at least {math.ceil(1 / fraction)}), raise --test-fraction, or pass --test-file"
+        )
     return is_held_out
 
 

@@ -48,6 +48,7 @@ class RunConfig:
 
     output_dir: str = setting("outputs/run", "output folder for the report, the plot and the model")
     num_epochs: float = setting(2.0, "passes over the training split")
+    test_file: str = setting("", "the held-out split, in the same form")
     test_fraction: float = setting(0.0, "without a test file: the fraction of the training file that is held out")
     max_train_samples: int = setting(0, "train on so many samples, chosen at random by the seed; 0: all")
     max_steps: int = setting(-1, "maximum number of updates; -1: num_epochs decides")
@@ -57,6 +58,7 @@ class RunConfig:
     warmup_ratio: float = setting(0.1, "fraction of the updates with learning rate warm-up")
     weight_decay: float = setting(0.01, "weight decay of matrices; biases and norms are not decayed")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0: no clipping")
+    trust_pickle: bool = setting(False, "load weights that are not safetensors; unpickling runs their author's code")
     report_to: str = setting("none", "trackers of the log: tensorboard, swanlab, mlflow, some with commas, or all")
     peak_teraflops: float = setting(0.0, "what one device can do, in TFLOP/s, to log the MFU; 0: no MFU")
     logging_steps: int = setting(10, "number of updates between two log lines")
@@ -73,6 +75,8 @@ class RunConfig:
         """Raise InputError for a setting that is out of range, or for two that exclude each other."""
         if not self.output_dir.strip():
             raise InputError(f"output_dir must name a folder, got {self.output_dir!r}")
+        if self.test_file and self.test_fraction:
+            raise InputError("--test-file and --test-fraction are two held-out splits; choose one")
         for name in ("global_batch_size", "eval_batch_size", "logging_steps"):
             self.check_at_least(1, name)
         self.check_at_least(0, "max_train_samples")

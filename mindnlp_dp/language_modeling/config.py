@@ -20,7 +20,6 @@ class LanguageModelingConfig(ParallelConfig):
     train_file: str = setting(
         "", "prompts and completions, messages, Alpaca, ShareGPT or texts; several as a.json:0.5,b.csv; empty: a manual"
     )
-    test_file: str = setting("", "the held-out split, in the same form")
     template: str = setting("plain", "plain: prompt and completion; chatml; alpaca; tokenizer: the tokenizer's own")
     objective: str = setting(
         "sft", "sft: the texts; dpo, ipo, simpo or orpo: preferences, rows of prompt, chosen and rejected"
@@ -32,7 +31,6 @@ class LanguageModelingConfig(ParallelConfig):
     output_dir: str = setting("outputs/finetune_llm", "output folder for the report, the plot and the model")
 
     model: str = setting(FROM_SCRATCH, "tiny: a Llama from scratch; or a pretrained model, hub name or folder")
-    trust_pickle: bool = setting(False, "load weights that are not safetensors; unpickling runs their author's code")
     vocab_size: int = setting(800, "vocabulary size of the tiny model's byte-level BPE tokenizer")
     max_length: int = setting(128, "maximum number of tokens of a text; longer texts are truncated")
     hidden_size: int = setting(128, "width of the tiny model")
@@ -62,8 +60,6 @@ class LanguageModelingConfig(ParallelConfig):
             check_weights(self.model, trust_pickle=self.trust_pickle)
         if bool(self.train_file) != bool(self.test_file or self.test_fraction):
             raise InputError("--train-file and --test-file (or --test-fraction) must be given together")
-        if self.test_file and self.test_fraction:
-            raise InputError("--test-file and --test-fraction are two held-out splits; choose one")
         if self.objective not in OBJECTIVES:
             raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
         if self.objective != "sft":

@@ -106,7 +106,7 @@ def read_splits(config: LanguageModelingConfig) -> ConversationSplits:
     for path, weight in weighted_files(config.train_file):
         read = read_file(path)
         if config.test_fraction:
-            is_test = held_out(np.zeros(len(read), int), config.test_fraction, config.seed)
+            is_test = held_out(np.zeros(len(read), int), config.test_fraction, config.seed, path)
             test += [read[at] for at in np.flatnonzero(is_test)]
             read = [read[at] for at in np.flatnonzero(~is_test)]
         train += [read[at] for at in repeated(len(read), weight, config.seed)]

@@ -19,7 +19,6 @@ class TaskConfig(RunConfig):
     """The data, the model and the training settings; every field is a key of a config file and a flag."""
 
     train_file: str = setting("", "CSV, TSV or JSON lines with texts and labels; empty: CLDR phrases, by language")
-    test_file: str = setting("", "the held-out split, in the same form")
     dataset: str = setting("", "instead of files: a data set's hub name, or a folder that `datasets` can read")
     train_split: str = setting("train", "name of the training split of the data set")
     test_split: str = setting("test", "name of the held-out split of the data set")
@@ -30,7 +29,6 @@ class TaskConfig(RunConfig):
     model: str = setting(
         FROM_SCRATCH, "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder"
     )
-    trust_pickle: bool = setting(False, "load weights that are not safetensors; unpickling runs their author's code")
     vocab_size: int = setting(4000, "vocabulary size of the byte-level BPE tokenizer")
     lowercase: bool = setting(False, "whether that tokenizer converts text to lower case")
     max_length: int = setting(24, "maximum number of tokens of a text; longer texts are truncated")
@@ -46,8 +44,6 @@ class TaskConfig(RunConfig):
     def validate(self) -> None:
         if bool(self.train_file) != bool(self.test_file or (self.test_fraction and not self.dataset)):
             raise InputError("--train-file and --test-file (or --test-fraction) must be given together")
-        if self.test_file and self.test_fraction:
-            raise InputError("--test-file and --test-fraction are two held-out splits; choose one")
         if self.train_file and self.dataset:
             raise InputError("--train-file and --dataset are two sources of data; choose one")
         super().validate()

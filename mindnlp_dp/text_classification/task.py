@@ -109,7 +109,7 @@ def _read(config: TaskConfig) -> tuple[Examples, Examples, str, str]:
         read = list(zip(cldr_phrases(), ("the training split", "the held-out split")))
     (train, train_name), (test, test_name) = read[0], read[-1]
     if len(read) == 1:
-        is_test = held_out(np.array(train.labels), config.test_fraction, config.seed)
+        is_test = held_out(np.array(train.labels), config.test_fraction, config.seed, train_name)
         train, test = train.at(np.flatnonzero(~is_test)), train.at(np.flatnonzero(is_test))
     train = train.at(chosen(len(train), config.max_train_samples, config.seed))
     return train, test, train_name, test_name

@@ -93,7 +93,7 @@ def test_new_tokens_are_not_for_adapters(monkeypatch, tmp_path):
         chat_models.run(monkeypatch, tmp_path, *flags)
 
 
-def test_what_cannot_be_exported_or_asked(monkeypatch, tmp_path, capsys):
+def test_export_and_generate_report_invalid_arguments_and_folders(monkeypatch, tmp_path, capsys):
     chat_models.save_untrained("qwen base", tmp_path / "base")
 
     def error(*words):

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shlex
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from mindnlp_dp.commands.main import main
+from mindnlp_dp.finetuning.settings import parse_config
 from mindnlp_dp.planner import InfeasibleError, load_cluster, load_model, memory_of, plan, predict, simulate_pipeline
 from mindnlp_dp.planner.cost_model.memory import parameter_memory, strategies_of
 from mindnlp_dp.planner.cost_model.resharding_costs import Boundaries
@@ -22,6 +24,7 @@ from mindnlp_dp.planner.profiles.cluster import all_gather, all_to_all
 from mindnlp_dp.planner.profiles.models import model_names
 from mindnlp_dp.planner.profiles.operators import cluster_layers, crossing
 from mindnlp_dp.report.plan import as_dict, launch_command, text_of
+from mindnlp_dp.text_classification.config import FinetuneConfig
 from mindnlp_dp.text_classification.planned import read_plan
 
 CLUSTER = {
@@ -700,6 +703,21 @@ def files(tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(TINY))
     (tmp_path / "cluster.yaml").write_text(json.dumps(CLUSTER))
     return ["--model", tmp_path / "model.json", "--cluster", tmp_path / "cluster.yaml", "--batch", 16]
+
+
+@pytest.mark.parametrize(
+    ("model", "rank", "rate"),
+    [("bert-base", None, 5e-5), ("bert-base", 8, 3e-4), (TINY, None, 2e-3), (TINY, 8, None)],
+)
+def test_launch_commands_are_accepted_by_the_recipe_with_its_usual_learning_rate(model, rank, rate):
+    plans = plan(load_model(model, lora_rank=rank), load_cluster(CLUSTER), 16)
+    command = launch_command(plans[0], plans)
+    if rate is None:
+        assert command is None
+        return
+    flags = shlex.split(command.partition("scripts/finetune.py ")[2])
+    config = parse_config(FinetuneConfig, flags)
+    assert (config.lora_rank, config.global_batch_size, config.learning_rate) == (rank or 0, 16, rate)
 
 
 def test_the_command_prints_writes_and_draws(capsys, tmp_path, files):

@@ -408,8 +408,10 @@ def test_samples_are_chosen_by_the_seed_and_held_out_by_label():
     labels = np.repeat(["a", "b", "c"], [50, 10, 1])
     is_held_out = held_out(labels, 0.2, 3)
     assert [int(is_held_out[labels == label].sum()) for label in "abc"] == [10, 2, 0]
-    with pytest.raises(InputError, match="no sample is held out"):
-        held_out(np.array(["a", "b"]), 0.2, 3)
+    with pytest.raises(InputError, match=r"^a.csv has 1 rows of its most frequent label, and .*\(at least 5\)"):
+        held_out(np.array(["a", "b"]), 0.2, 3, "a.csv")
+    with pytest.raises(InputError, match=r"^a.jsonl has 1 rows, and test_fraction 0.1 of them is less than one row"):
+        held_out(np.zeros(1, int), 0.1, 3, "a.jsonl")
 
 
 def test_a_file_without_a_test_file_is_split(tmp_path):
@@ -427,7 +429,7 @@ def test_predictions_are_written_in_the_order_of_the_file(tmp_path):
     assert (tmp_path / "predictions.csv").read_bytes().decode() == expected
 
 
-def test_rows_are_cut_to_the_longest_of_a_micro_batch():
+def test_dynamic_padding_trims_to_the_longest_text_of_a_micro_batch():
     rows = [{"input_ids": np.array([0, 0, 5, 6, 0]), "attention_mask": np.array(mask), "labels": 1} for mask in (
         [0, 0, 1, 1, 0], [0, 1, 1, 0, 0])]  # fmt: skip
     batch = trimmed(rows)

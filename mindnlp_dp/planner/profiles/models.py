@@ -139,7 +139,13 @@ def load_model(
         ValueError: A key is unknown or missing, or its value is invalid; the message is one sentence with the key.
     """
     model = _from_keys(*_read(given), sequence)
-    return model if lora_rank is None else with_lora(model, lora_rank)
+    if lora_rank is None:
+        return model
+    adapted = with_lora(model, lora_rank)
+    # The recipe adds adapters to pretrained models only.
+    is_pretrained = model.train_flags.startswith("--model")
+    adapted.train_flags = f"{model.train_flags} --lora-rank {lora_rank}" if is_pretrained else ""
+    return adapted
 
 
 def _read(given: Union[str, Path, Mapping[str, Any]]) -> tuple[dict[str, Any], str]:
