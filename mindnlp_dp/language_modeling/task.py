@@ -184,7 +184,7 @@ def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSpli
         for split, name in zip(splits, ("training", "held-out"))
     ]
     rows = [each[0] for each in cached]
-    num_truncated, num_without_labels = (sum(each[at] for each in cached) for at in (1, 2))
+    num_truncated, num_without_labels = sum(each[1] for each in cached), sum(each[2] for each in cached)
     prompts = [
         _prompt(each, template, fast, adds_special_tokens=not has_own_marks)
         for each in [each for each in splits[1] if not each.is_document][: config.num_samples]
