@@ -79,7 +79,10 @@ def tensor_parallel_edits(index: ModelIndex, plan: TensorPlan, placements: Place
         elif styles[name] == "vocab_parallel" and plan.head is None:
             new = functools.partial(GatheredHead, group=group)
         edits.append(Edit(index.names_of(module), module=new, placements=own))
-    return edits + _dropouts_of_adapters(loras, styles, group)
+    dropouts = _dropouts_of_adapters(loras, styles, group)
+    if dropouts and placements.mesh.sizes["sp"] > 1:
+        raise ValueError("tp and sp together do not support the dropout of adapters; set lora_dropout=0")
+    return edits + dropouts
 
 
 def rank_local_dropouts(index: ModelIndex, plan: TensorPlan, mesh: DeviceMesh) -> list[Edit]:
