@@ -87,12 +87,12 @@ def job(args: argparse.Namespace) -> dict[str, Any]:
     model.set_train(True)
 
     rows = ROWS // args.micro_steps // mesh.dp_group.world_size
-    window = [make_batch(args.model, rows)] * args.micro_steps
+    micro_batches = [make_batch(args.model, rows)] * args.micro_steps
     step = make_step(dp, model, args.micro_steps)
     counts = {"tensor": 0}
     count_all_reduces(mesh.group("tp"), counts)
     for _ in range(2):
-        step(window)
+        step(micro_batches)
     counts["tensor"], sent, gradients = 0, wire_bytes(model), step.synchronizer.num_bytes
     times, bubbles = [], []
     for _ in range(args.steps):
@@ -100,7 +100,7 @@ def job(args: argparse.Namespace) -> dict[str, Any]:
         trace_passes(model, spans)
         world.barrier()
         began = time.perf_counter()
-        step(window)
+        step(micro_batches)
         times.append(time.perf_counter() - began)
         if spans:
             bubbles.append(bubble_of(mesh.group("pp"), spans))

@@ -245,8 +245,8 @@ def by_custom_loop(task: Task, model: Any, rows: Any, batch: tuple[int, int], fo
         weight_of=task.loss_weight or ((lambda batch: len(batch.indices)) if task.loss else None),
     )  # fmt: skip
     model.train()
-    for window in dp.make_loader(rows, size, accumulation, shuffle=False, collate=task.collate).windows():
-        step(window if accumulation > 1 else window[0])
+    for micro_batches in dp.make_loader(rows, size, accumulation, shuffle=False, collate=task.collate).updates():
+        step(micro_batches if accumulation > 1 else micro_batches[0])
     return model
 
 

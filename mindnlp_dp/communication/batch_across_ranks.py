@@ -51,22 +51,22 @@ class BatchAcrossRanks:
         self._are_all_here = True
         self._refused = ""
 
-    def complete(self, window: Sequence[Optional[T]], *, are_all_here: bool = False) -> list[Optional[T]]:
-        """Return this rank's micro-batches of a window, with dummies of weight 0 where the model needs all ranks.
+    def complete(self, micro_batches: Sequence[Optional[T]], *, are_all_here: bool = False) -> list[Optional[T]]:
+        """Return this rank's micro-batches of an update, with dummies of weight 0 where the model needs all ranks.
 
         A dummy is another rank's batch, for a micro-step in which this rank has none. The model needs all ranks if it
-        has looked at their rows before; in the first window nothing is known of it, so then, too, all ranks take part.
-        A collective in these windows only. ``are_all_here`` says that all ranks are known to have rows.
+        has looked at their rows before; in the first update nothing is known of it, so then, too, all ranks take part.
+        A collective in these updates only. ``are_all_here`` says that all ranks are known to have rows.
         """
         needs_all = self.is_used or not self._has_run
         self._are_all_here = are_all_here or needs_all
         if self.group.world_size == 1 or not needs_all:
-            return list(window)
-        everyone = self.group.all_gather_object([batch is not None for batch in window])
+            return list(micro_batches)
+        everyone = self.group.all_gather_object([batch is not None for batch in micro_batches])
         number = max(map(len, everyone))
         micro_steps = list(zip(*([*theirs, *[False] * (number - len(theirs))] for theirs in everyone)))
         self._has_run |= any(map(any, micro_steps))
-        completed = [*window, *[None] * (number - len(window))]
+        completed = [*micro_batches, *[None] * (number - len(micro_batches))]
         for place, has in enumerate(micro_steps):
             if any(has) and not all(has):
                 src = has.index(True)

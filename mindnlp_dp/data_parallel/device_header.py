@@ -1,4 +1,4 @@
-"""This module exchanges the header of a window on a device, with one host read for all that the host needs to know.
+"""This module exchanges the header of an update on a device, with one host read for all that the host needs to know.
 
 Losses stay on the device until then: whether one is NaN is a tensor, by which its micro-batch counts or does not. The
 gradient synchronizer calls it after it has launched the exchange of the buckets, so that the sum of squares of the
@@ -47,7 +47,7 @@ class HeaderValues:
 
 
 class DeviceHeader:
-    """Collects the deferred losses of a window, and exchanges its header.
+    """Collects the deferred losses of an update, and exchanges its header.
 
     Attributes:
         weight: the weight of the micro-batches whose losses are deferred.

@@ -1,13 +1,13 @@
 """This module averages gradients over the ranks in buckets, as PyTorch's DDP does; train steps use it.
 
 Every rank gets ``sum_r(weight_r * gradient_r) / sum_r(weight_r)``, the gradient of the global batch. The weights are
-numbers of samples, for example. With gradient accumulation one window takes several micro-batches::
+numbers of samples, for example. With gradient accumulation one update takes several micro-batches::
 
-    for inputs in window:
+    for inputs in update:
         sync.accumulate(gradients_of(inputs), weight=len(inputs))    # no communication
     gradients = sync.reduce()                                        # all ranks, once
 
-A rank without samples contributes zeros. The gradient of a parameter that no rank used in the window is None, as in a
+A rank without samples contributes zeros. The gradient of a parameter that no rank used in the update is None, as in a
 single process. Pass only trainable parameters to the synchroniser.
 
 If the last micro-batch is announced as below, each bucket is exchanged during its backward pass, as soon as the bucket
@@ -29,7 +29,6 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data_parallel.accumulation import BufferedAccumulator
 from mindnlp_dp.data_parallel.buckets.base import Bucket, exchange_buckets
 from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
 from mindnlp_dp.data_parallel.buckets.factory import make_buckets
@@ -37,6 +36,7 @@ from mindnlp_dp.data_parallel.buckets.layout import check_bucket_cap_mb, complet
 from mindnlp_dp.data_parallel.device_header import DeviceHeader
 from mindnlp_dp.data_parallel.overlap import Overlap
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK, PowerSGD, check_powersgd_rank, is_compressed
+from mindnlp_dp.data_parallel.synchronizer_base import BufferedSynchronizer
 from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.versions import mindnlp_series
 
@@ -53,14 +53,14 @@ def _lacks_hooks(parameters: Iterable[Any]) -> str:
     return ""
 
 
-class GradientSynchronizer(BufferedAccumulator):
+class GradientSynchronizer(BufferedSynchronizer):
     """Averages gradients in buckets of ``bucket_cap_mb`` MiB, with one all-reduce per bucket that any rank used.
 
     Args:
         bucket_cap_mb: The maximum size of a bucket; None is 2 on CPUs, and 25 on devices.
             ``benchmarks/bench_bucket_cap.py`` finds the best for a machine.
         overlap: Whether buckets are exchanged during the backward pass: True, False, or "auto" for a short trial in
-            the first windows that keeps the faster way. The result is the same.
+            the first updates that keeps the faster way. The result is the same.
         compression: None for exact sums; "fp16" or "bf16" halves the bytes sent, and rounds them (no effect within a
             host, where MPI sends nothing); "powersgd" approximates matrices by products of rank ``powersgd_rank``
             (powersgd.py), without overlap.
@@ -129,7 +129,7 @@ class GradientSynchronizer(BufferedAccumulator):
         return PowerSGD(matrices, rank, self.group, self.channel) if matrices else None
 
     def pack_in_order(self, order: Sequence[int]) -> None:
-        """Repack the buckets, between two windows; parameters that ``order`` does not name come last. A collective."""
+        """Repack the buckets, between two updates; parameters that ``order`` does not name come last. A collective."""
         self.order = completed_order(order, len(self.parameters))
         in_buckets = [index for index in self.order if self._powersgd is None or index not in self._powersgd]
         layouts = pack_buckets(self._shapes, self._dtypes, self.bucket_cap_mb, in_buckets)
@@ -146,9 +146,9 @@ class GradientSynchronizer(BufferedAccumulator):
 
     @contextlib.contextmanager
     def backward(self, weight: float) -> Iterator[None]:
-        """Enclose the last forward and backward pass of a window; an exchange that overlaps begins inside it.
+        """Enclose the last forward and backward pass of an update; an exchange that overlaps begins inside it.
 
-        After an exception inside the context, no thread and no partial window remain. If the exchange had begun by
+        After an exception inside the context, no thread and no partial update remain. If the exchange had begun by
         then, the other ranks hang, and this synchroniser can no longer be used.
         """
         if self._exchange_is_off:
@@ -157,7 +157,7 @@ class GradientSynchronizer(BufferedAccumulator):
         self.channel.check_open(self.group.rank)
         self.check_shapes()
         if self.overlap.is_open:
-            self.overlap.problem = "two backward passes of a window were called its last"
+            self.overlap.problem = "two backward passes of an update were called its last"
         else:
             for bucket in self.buckets:
                 bucket.scatter = self.scatter
@@ -168,14 +168,14 @@ class GradientSynchronizer(BufferedAccumulator):
         except BaseException as error:
             if self.overlap.is_open:
                 self.channel.abandon(error)
-            self._begin_window()
+            self._begin_update()
             raise
         finally:
             self.overlap.end_backward()
 
     @property
     def _weight_so_far(self) -> float:
-        """Return the weight of this window if all of its deferred losses are finite."""
+        """Return the weight of this update if all of its deferred losses are finite."""
         return self._weight + (0.0 if self._header is None else self._header.weight)
 
     def accumulate(
@@ -205,7 +205,7 @@ class GradientSynchronizer(BufferedAccumulator):
                 overlap.compare(gradients)
                 self._has_compared = True
             return
-        # Gradients are kept until the window ends, because the exchange may have to be repeated.
+        # Gradients are kept until the update ends, because the exchange may have to be repeated.
         self._late.append((list(gradients), weight, self._deferred))
         if weight != self._sent_weight:
             overlap.problem = overlap.problem or "a micro-step came after the last one, or weighed something else"
@@ -284,7 +284,9 @@ class GradientSynchronizer(BufferedAccumulator):
         return values.used > 0, np.array([*theirs, values.num_bad, values.num_changed])
 
     def reduce_in_place(self) -> Optional[np.ndarray]:
-        """Exchange the window, and leave its result in the buckets (:meth:`.Bucket.sums`) until the next one begins.
+        """Exchange the accumulated gradients, and leave the result in the buckets until the next update begins.
+
+        :meth:`.Bucket.sums` returns it.
 
         Call :meth:`repack_if_learned` after the result has been used. Both are collectives.
 
@@ -299,7 +301,7 @@ class GradientSynchronizer(BufferedAccumulator):
         return marks if self.total_weight > 0 else None
 
     def repack_if_learned(self) -> None:
-        """Repack the buckets in the order that was learned in this window, if any; called after the update.
+        """Repack the buckets in the order that was learned in this update, if any; called after the update.
 
         A collective.
         """

@@ -104,9 +104,9 @@ class DeviceUpdater(MindNLPUpdater):
 
     # The update.
 
-    def average(self, window: Any) -> Optional[Slices]:
-        used = window.reduce_in_place()
-        self._sum_of_squares = window.sum_of_squares
+    def average(self, synchronizer: Any) -> Optional[Slices]:
+        used = synchronizer.reduce_in_place()
+        self._sum_of_squares = synchronizer.sum_of_squares
         if self._sync.buckets is not self._packed:
             self._arrange()
         if used is None:

@@ -14,12 +14,12 @@ import mindspore
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.model_scope import ModelScope
-from mindnlp_dp.data_parallel.multi_group import MultiGroupExchange
+from mindnlp_dp.data_parallel.multi_group_synchronizer import MultiGroupSynchronizer
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 from mindnlp_dp.optim.fused.flat_weights import unshare
-from mindnlp_dp.optim.multi_group import MultiGroupUpdater
+from mindnlp_dp.optim.multi_group_updater import MultiGroupUpdater
 from mindnlp_dp.optim.updater import MindNLPUpdater, MindSporeUpdater, Updater, is_untouched
 from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
@@ -43,14 +43,14 @@ def check_zero_stage(zero_stage: Any) -> Union[int, str]:
 
 def make_updater(
     optimizer: Any,
-    window: GradientAccumulator,
+    synchronizer: Synchronizer,
     zero_stage: Union[int, str] = "auto",
     scheduler: Any = None,
     scope: Optional[ModelScope] = None,
     *,
     shows_gradients: bool = False,
 ) -> Updater:
-    """Return the updater of ``optimizer`` for gradients that ``window`` exchanges. A collective.
+    """Return the updater of ``optimizer`` for gradients that ``synchronizer`` exchanges. A collective.
 
     ``scope`` names the ranks that the model is sharded over, if it is sharded. With ``shows_gradients``, the averaged
     gradients are at the parameters before each update, and the optimizer's own code updates.
@@ -61,58 +61,58 @@ def make_updater(
     """
     check_zero_stage(zero_stage)
     scope = scope or ModelScope()
-    _check_scope(optimizer, window, scope)
-    if isinstance(window, MultiGroupExchange):
-        stages = [0 if zero_stage == "auto" else zero_stage] * len(window.windows)
+    _check_scope(optimizer, synchronizer, scope)
+    if isinstance(synchronizer, MultiGroupSynchronizer):
+        stages = [0 if zero_stage == "auto" else zero_stage] * len(synchronizer.synchronizers)
         updaters = [
             make_updater(optimizer, each, stage, scheduler if number == 0 else None, scope.part(places))
-            for number, (each, stage, places) in enumerate(zip(window.windows, stages, window.places))
+            for number, (each, stage, places) in enumerate(zip(synchronizer.synchronizers, stages, synchronizer.places))
         ]
-        return MultiGroupUpdater(optimizer, window, updaters)
-    _check_agreement(optimizer, window, zero_stage)
-    _warn_of_small_types(optimizer, window)
-    if isinstance(window, GradientSynchronizer):
-        window.scatter = window.keeps_tensors = False
-        window.before_packing = lambda: None
-    reason = _why_undivided(optimizer, window)
+        return MultiGroupUpdater(optimizer, synchronizer, updaters)
+    _check_agreement(optimizer, synchronizer, zero_stage)
+    _warn_of_small_types(optimizer, synchronizer)
+    if isinstance(synchronizer, GradientSynchronizer):
+        synchronizer.scatter = synchronizer.keeps_tensors = False
+        synchronizer.before_packing = lambda: None
+    reason = _why_undivided(optimizer, synchronizer)
     if zero_stage not in (0, "auto") and reason:
         raise ValueError(f"zero_stage={zero_stage} cannot be: {reason}; leave it out, or set it to 0")
     if isinstance(optimizer, mindspore.nn.Optimizer):
-        unshare(window.parameters)
-        return MindSporeUpdater(optimizer, window.parameters)
-    rule = None if window.group.on_device or shows_gradients else rule_for(optimizer, window)
+        unshare(synchronizer.parameters)
+        return MindSporeUpdater(optimizer, synchronizer.parameters)
+    rule = None if synchronizer.group.on_device or shows_gradients else rule_for(optimizer, synchronizer)
     stage, why = (
-        (0, reason) if zero_stage == "auto" and reason else _stage(zero_stage, window, has_rule=rule is not None)
+        (0, reason) if zero_stage == "auto" and reason else _stage(zero_stage, synchronizer, has_rule=rule is not None)
     )
-    if zero_stage == "auto" and window.group.world_size > 1 and window.group.is_main:
+    if zero_stage == "auto" and synchronizer.group.world_size > 1 and synchronizer.group.is_main:
         _say_once(f'zero_stage="auto" is {stage} here: {why}')
     from mindnlp_dp.optim.flat_updater import FlatUpdater, give_back_state
 
-    if rule is not None and isinstance(window, GradientSynchronizer):
+    if rule is not None and isinstance(synchronizer, GradientSynchronizer):
         # Between hosts, weights are more bytes than gradients, whose blocks of zeros are not sent.
         shard_scope = "host" if zero_stage == "auto" else "world"
         may_share = _dispatches_synchronously()
         return FlatUpdater(
-            optimizer, window, rule, stage, scheduler, may_share=may_share, shard_scope=shard_scope, scope=scope
+            optimizer, synchronizer, rule, stage, scheduler, may_share=may_share, shard_scope=shard_scope, scope=scope
         )
-    if not window.group.on_device:
-        give_back_state(optimizer, window.parameters)
+    if not synchronizer.group.on_device:
+        give_back_state(optimizer, synchronizer.parameters)
     # A device slice contains several parameters, and the norm of a sharded model may count only some of them.
     is_whole = scope.is_whole and not shows_gradients
-    if stage and is_whole and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
+    if stage and is_whole and isinstance(synchronizer, GradientSynchronizer) and _can_be_cut(optimizer, synchronizer):
         from mindnlp_dp.optim.device_updater import DeviceUpdater
 
-        return DeviceUpdater(optimizer, window, stage, scheduler)
+        return DeviceUpdater(optimizer, synchronizer, stage, scheduler)
     if stage:
         from mindnlp_dp.optim.zero.parameterwise import ParameterwiseZeroUpdater
 
-        _warn_of_unknown_optimizer(optimizer, window, stage)
-        return ParameterwiseZeroUpdater(optimizer, window.parameters, window.group, scheduler, scope)
-    unshare(window.parameters)
-    return MindNLPUpdater(optimizer, window.parameters, scheduler, scope)
+        _warn_of_unknown_optimizer(optimizer, synchronizer, stage)
+        return ParameterwiseZeroUpdater(optimizer, synchronizer.parameters, synchronizer.group, scheduler, scope)
+    unshare(synchronizer.parameters)
+    return MindNLPUpdater(optimizer, synchronizer.parameters, scheduler, scope)
 
 
-def _check_scope(optimizer: Any, window: GradientAccumulator, scope: ModelScope) -> None:
+def _check_scope(optimizer: Any, synchronizer: Synchronizer, scope: ModelScope) -> None:
     """Raise ValueError if this optimizer cannot update a model that is sharded over ranks."""
     if scope.is_whole:
         return
@@ -123,7 +123,7 @@ def _check_scope(optimizer: Any, window: GradientAccumulator, scope: ModelScope)
             "a model that is sharded over ranks is updated by an optimizer of MindNLP's (mindnlp.core.optim), got "
             f"{type(optimizer).__name__}"
         )
-    if not isinstance(window, (GradientSynchronizer, MultiGroupExchange)):
+    if not isinstance(synchronizer, (GradientSynchronizer, MultiGroupSynchronizer)):
         raise ValueError("MindSpore's reducer exchanges gradients over all ranks, but some ranks have other shards")
     if isinstance(optimizer, (LAMB, LARS)) and scope.has_cut_parameters:
         raise ValueError(
@@ -132,7 +132,7 @@ def _check_scope(optimizer: Any, window: GradientAccumulator, scope: ModelScope)
         )
 
 
-def _check_agreement(optimizer: Any, window: GradientAccumulator, zero_stage: Union[int, str]) -> None:
+def _check_agreement(optimizer: Any, synchronizer: Synchronizer, zero_stage: Union[int, str]) -> None:
     """Raise ValueError if ranks would update in different ways: they would hang, or their models would differ."""
     mine = {"zero_stage": repr(zero_stage), "the optimizer": type(optimizer).__qualname__}
     if not isinstance(optimizer, mindspore.nn.Optimizer):
@@ -143,7 +143,7 @@ def _check_agreement(optimizer: Any, window: GradientAccumulator, zero_stage: Un
         )  # fmt: skip
         mine["its hooks or step"] = "as its class has them" if is_untouched(optimizer) else "others"
     mine["dispatch of operators"] = "synchronous" if _dispatches_synchronously() else "asynchronous"
-    for rank, theirs in enumerate(everyone := window.group.all_gather_object(mine)):
+    for rank, theirs in enumerate(everyone := synchronizer.group.all_gather_object(mine)):
         for what, first in everyone[0].items():
             if theirs.get(what) != first:
                 raise ValueError(
@@ -171,11 +171,11 @@ def warn_of_parameters_left_out(optimizer: Any, named: Iterable[tuple[str, Any]]
         )
 
 
-def _warn_of_small_types(optimizer: Any, window: GradientAccumulator) -> None:
+def _warn_of_small_types(optimizer: Any, synchronizer: Synchronizer) -> None:
     """Warn on the main rank that Adam's squared gradients underflow in float16."""
     optim = mindnlp_api().optim
     is_adam = isinstance(optimizer, (optim.Adam, optim.AdamW, mindspore.nn.Adam, mindspore.nn.AdamWeightDecay))
-    if is_adam and window.group.is_main and any(dtype_name(p) == "float16" for p in window.parameters):
+    if is_adam and synchronizer.group.is_main and any(dtype_name(p) == "float16" for p in synchronizer.parameters):
         warnings.warn(
             f"{type(optimizer).__name__} keeps its moments in the parameters' type, and float16 makes zero of the "
             "square of any gradient below 2.4e-4: it will not train what it trains in float32. Train in float32, or "
@@ -185,10 +185,10 @@ def _warn_of_small_types(optimizer: Any, window: GradientAccumulator) -> None:
         )
 
 
-def _warn_of_unknown_optimizer(optimizer: Any, window: GradientAccumulator, stage: int) -> None:
+def _warn_of_unknown_optimizer(optimizer: Any, synchronizer: Synchronizer, stage: int) -> None:
     """Warn on the main rank that each rank runs the user's optimizer on some parameters only."""
     is_known = type(optimizer).__module__.partition(".")[0] in ("mindnlp", "mindtorch", __package__.partition(".")[0])
-    if not is_known and window.group.is_main:
+    if not is_known and synchronizer.group.is_main:
         warnings.warn(
             f"zero_stage={stage}: each rank runs {type(optimizer).__name__}'s own step on some of the parameters. That "
             "gives the same weights only if it updates each parameter by itself, without a norm or a mean over several "
@@ -198,31 +198,35 @@ def _warn_of_unknown_optimizer(optimizer: Any, window: GradientAccumulator, stag
         )
 
 
-def _can_be_cut(optimizer: Any, window: GradientSynchronizer) -> bool:
+def _can_be_cut(optimizer: Any, synchronizer: GradientSynchronizer) -> bool:
     """Return whether each device can update its slices of flat tensors; if not, full parameters are assigned."""
-    return window.group.on_device and isinstance(window.channel, MindSporeChannel) and _is_elementwise(optimizer)
+    return (
+        synchronizer.group.on_device
+        and isinstance(synchronizer.channel, MindSporeChannel)
+        and _is_elementwise(optimizer)
+    )
 
 
-def _why_undivided(optimizer: Any, window: GradientAccumulator) -> str:
+def _why_undivided(optimizer: Any, synchronizer: Synchronizer) -> str:
     """Return the reason why every rank must update everything, or an empty string if the update can be sharded."""
     if isinstance(optimizer, mindspore.nn.Optimizer):
         return "optimizers of mindspore.nn update all of their parameters in one call"
-    if not isinstance(window, GradientSynchronizer):
+    if not isinstance(synchronizer, GradientSynchronizer):
         return "MindSpore's reducer gives full gradients to every rank"
-    if window.compression == "powersgd":
+    if synchronizer.compression == "powersgd":
         return "PowerSGD gives full gradients to every rank"
     return ""
 
 
-def _stage(zero_stage: Union[int, str], window: GradientAccumulator, *, has_rule: bool) -> tuple[int, str]:
+def _stage(zero_stage: Union[int, str], synchronizer: Synchronizer, *, has_rule: bool) -> tuple[int, str]:
     if zero_stage != "auto":
         return int(zero_stage), "asked for"
-    group = window.group
+    group = synchronizer.group
     reasons = (
         (group.world_size == 1, "there is one rank"),
         (group.on_device, "on devices a sharded update saves memory; whether it saves time was not measured"),
         (not has_rule, "this optimizer's own code updates whole parameters"),
-        (not window.channel.shares_memory, "ranks share no memory, and new weights would have to be sent"),
+        (not synchronizer.channel.shares_memory, "ranks share no memory, and new weights would have to be sent"),
         (
             not _dispatches_synchronously(),
             "MindSpore dispatches operators asynchronously, and no weights can be shared",
@@ -251,18 +255,18 @@ def _dispatches_synchronously() -> bool:
     return bool(RuntimeConf.get_instance().is_launch_blocking())
 
 
-def rule_for(optimizer: Any, window: GradientAccumulator) -> Optional[Any]:
+def rule_for(optimizer: Any, synchronizer: Synchronizer) -> Optional[Any]:
     """Return the rule that does in flat arrays what ``optimizer`` does; None if no rule is known to.
 
     A subclass has no rule, because it may compute something else, nor has an optimizer with step hooks.
     """
-    if not isinstance(window, GradientSynchronizer) or window.compression == "powersgd":
+    if not isinstance(synchronizer, GradientSynchronizer) or synchronizer.compression == "powersgd":
         return None
     from mindnlp_dp.optim import LAMB, LARS
     from mindnlp_dp.optim.fused.rules import AdamRule, LAMBRule, LARSRule, SGDRule
 
     optim, kind, groups = mindnlp_api().optim, type(optimizer), optimizer.param_groups
-    if any(dtype_name(p) != "float32" or isinstance(p, mindspore.Parameter) for p in window.parameters):
+    if any(dtype_name(p) != "float32" or isinstance(p, mindspore.Parameter) for p in synchronizer.parameters):
         return None
     if not is_untouched(optimizer):
         return None

@@ -107,8 +107,8 @@ class FlatUpdater(MindNLPUpdater):
 
     # The update.
 
-    def average(self, window: Any) -> Optional[np.ndarray]:
-        used, self._scale = window.reduce_in_place(), 1.0
+    def average(self, synchronizer: Any) -> Optional[np.ndarray]:
+        used, self._scale = synchronizer.reduce_in_place(), 1.0
         if self._sync.buckets is not self.place.buckets:
             self._arrange()
             self.place.read_sums()
@@ -136,7 +136,7 @@ class FlatUpdater(MindNLPUpdater):
         Raises:
             RuntimeError: Raised on every rank if the optimizer of any rank was changed and now computes something else.
         """
-        # A bucket that no rank used in this window still has the sums of an earlier one.
+        # A bucket that no rank used in this update still has the sums of an earlier one.
         mine = np.where(gradients[self._blocks.owners], self._sums, 0)
         notes = [float(len(self.place.weights.moved())), float(not self.follows_optimizer())]
         everyone = self._group.all_reduce(np.append(mine, notes), every_step=True)

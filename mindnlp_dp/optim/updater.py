@@ -18,8 +18,8 @@ import numpy as np
 
 from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.communication.lazy_arrays import materialize
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.model_scope import ModelScope
+from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 from mindnlp_dp.runtime.arrays import inspection, number_of, read
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
@@ -71,10 +71,10 @@ class Updater(abc.ABC):
         self.optimizer = optimizer
         self.parameters = parameters
 
-    def average(self, window: GradientAccumulator) -> Any:
-        """Exchange a window and return the ``gradients`` that the other methods take. A collective."""
-        gradients = window.reduce()
-        self._sum_of_squares = window.sum_of_squares
+    def average(self, synchronizer: Synchronizer) -> Any:
+        """Exchange the accumulated gradients and return the ``gradients`` that the other methods take. A collective."""
+        gradients = synchronizer.reduce()
+        self._sum_of_squares = synchronizer.sum_of_squares
         return gradients
 
     def step(
@@ -89,7 +89,7 @@ class Updater(abc.ABC):
     ) -> StepResult:
         """Clip averaged gradients to ``max_norm``, update the weights, and step the scheduler. A collective.
 
-        If the gradients are not finite, the weights stay, and the result says so. ``gradients`` are None for a window
+        If the gradients are not finite, the weights stay, and the result says so. ``gradients`` are None for an update
         in which no micro-batch counted: then only the scheduler steps.
 
         Args:
@@ -247,7 +247,7 @@ class MindNLPUpdater(Updater):
         self._release_gradients()
 
     def _release_gradients(self) -> None:
-        # The next window's result can then reuse the memory of these gradients.
+        # The next update's result can then reuse the memory of these gradients.
         self._attach([None] * len(self.parameters))
 
     def _step_scheduler(self) -> None:

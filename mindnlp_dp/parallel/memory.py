@@ -15,7 +15,7 @@ class TrainingMemory:
 
     Attributes:
         weights: weights in float32, 4 bytes per parameter.
-        gradients: gradients of the backward pass and their sums over the window, 4 bytes each per parameter.
+        gradients: gradients of the backward pass and their sums over the update, 4 bytes each per parameter.
         optimizer: optimizer state; 8 bytes per parameter for Adam (two moments in float32).
     """
 
@@ -32,7 +32,7 @@ def memory_of(model: Any, *, moments: int = 2, shared_among: int = 1) -> Trainin
     """Return the training memory for this rank's part of a model.
 
     A tied parameter, which has several names, has one gradient per name and their sum. A parameter that several
-    pipeline stages have needs two more sums, over the window and over the stages.
+    pipeline stages have needs two more sums, over the update and over the stages.
 
     Args:
         model: the model, sharded or not.

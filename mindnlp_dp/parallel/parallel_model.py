@@ -27,7 +27,7 @@ from mindnlp_dp.communication.replicas import (
     weight_digest,
 )
 from mindnlp_dp.data_parallel.model_scope import ModelScope
-from mindnlp_dp.data_parallel.multi_group import MultiGroupExchange
+from mindnlp_dp.data_parallel.multi_group_synchronizer import MultiGroupSynchronizer
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
 from mindnlp_dp.parallel.placement import Placement, Placements
@@ -76,9 +76,9 @@ class ParallelModel(ReplicatedModel):
         counts = [self.placements.owns(placement) for placement in placed]
         return ModelScope(self.mesh.model_parallel_group, counts, [placement.cut is not None for placement in placed])
 
-    def gradient_exchange(
+    def make_synchronizer(
         self, named: Sequence[tuple[str, Any]], **options: Any
-    ) -> Union[GradientSynchronizer, MultiGroupExchange]:
+    ) -> Union[GradientSynchronizer, MultiGroupSynchronizer]:
         if self.pipeline is not None:
             # A stage runs several backward passes per update, and does not know which one is the last.
             options["overlap"] = False
@@ -88,11 +88,11 @@ class ParallelModel(ReplicatedModel):
         weights = self._row_weights
         is_expert = [self.placements[p.name_in_whole].expert_rank is not None for _, p in named]
         places = [[i for i, expert in enumerate(is_expert) if expert == wanted] for wanted in (False, True)]
-        windows = [
+        synchronizers = [
             GradientSynchronizer([named[place] for place in mine], group, **options)
             for mine, group in zip(places, (self.mesh.grad_sync_group, self.mesh.expert_dp_group))
         ]
-        return MultiGroupExchange(windows, places, [lambda weight: weight, lambda weight: weights.total])
+        return MultiGroupSynchronizer(synchronizers, places, [lambda weight: weight, lambda weight: weights.total])
 
     def resync_tied_weights(self) -> None:
         for tie in self.pipeline.ties if self.pipeline is not None else ():

@@ -93,17 +93,17 @@ class PlanCheck:
         self, model: Any, parallel: ParallelModel, names: list[str], parameters: list[Any]
     ) -> tuple[float, list[Any]]:
         """Return the loss and the exchanged gradients when each data-parallel rank has the same batch. A collective."""
-        exchange = parallel.gradient_exchange(list(zip(names, parameters)), overlap=False)
+        synchronizer = parallel.make_synchronizer(list(zip(names, parameters)), overlap=False)
         if parallel.pipeline is None:
             with parallel.micro_step(1.0):
                 loss, gradients = _loss_and_gradients(model, parameters, self._batch)
-            exchange.accumulate(gradients, 1.0 / parallel.loss_replication)
+            synchronizer.accumulate(gradients, 1.0 / parallel.loss_replication)
         else:
             micro = MicroBatch(self._batch, lambda columns: _loss_of(model, columns), self._weight_of, seed=0)
             for step in parallel.pipeline.run([micro], parameters):
                 loss = step.loss
-                exchange.accumulate(step.gradients or [], step.weight / step.loss_replication)
-        return loss, exchange.reduce()
+                synchronizer.accumulate(step.gradients or [], step.weight / step.loss_replication)
+        return loss, synchronizer.reduce()
 
     def _problem(self, loss: float, outputs: list[tuple[str, str, float]], gradients: list[tuple[str, float]]) -> str:
         found = []

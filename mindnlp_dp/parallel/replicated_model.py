@@ -22,9 +22,9 @@ from mindnlp_dp.communication.replicas import (
     broadcast_parameters,
     replica_digest,
 )
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class ReplicatedModel:
         """Return the scope that tells which of these parameters this rank adds to a norm over the full model."""
         return ModelScope()
 
-    def gradient_exchange(self, named: Sequence[tuple[str, Any]], **options: Any) -> GradientAccumulator:
+    def make_synchronizer(self, named: Sequence[tuple[str, Any]], **options: Any) -> Synchronizer:
         """Return the gradient exchange for these parameters, each over the ranks that have it."""
         return GradientSynchronizer(named, self.group, **options)
 

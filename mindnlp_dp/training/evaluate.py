@@ -63,8 +63,8 @@ def evaluate(
         broadcast_buffers(model, group)
     replicated = as_replicated(model, group)
     run = EvaluationRun(group)
-    for window in loader.windows():
-        for mine in window:
+    for micro_batches in loader.updates():
+        for mine in micro_batches:
             batch = replicated.dummy_batch_for(mine)
             if batch is None:
                 run.add(None)

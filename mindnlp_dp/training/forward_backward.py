@@ -20,8 +20,8 @@ from mindnlp_dp.communication.batch_across_ranks import BatchAcrossRanks
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.batches import streams_of
 from mindnlp_dp.data.loss_weight import checked_weight
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep, Synchronizer
 from mindnlp_dp.kernels.dispatch import are_on
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
@@ -63,7 +63,7 @@ class ForwardBackward:
     """
 
     model: ReplicatedModel
-    exchange: GradientAccumulator
+    synchronizer: Synchronizer
     gradients_of: Callable[[Any], tuple[Any, Sequence[Optional[Any]]]]
     forward: Callable[[Any], Any]
     weight_of: Callable[[Any], float]
@@ -77,20 +77,22 @@ class ForwardBackward:
     check_columns: Callable[[Any], None] = _nothing
     loss_check: Optional[LossCheck] = None
 
-    def micro_steps(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
+    def micro_steps(self, micro_batches: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         """Yield the result of each micro-batch of update ``step``; one of weight 0 is not computed.
 
         The randomness inside the model is a function of ``seed``, the rank, the update and the micro-batch; dropout
         is one of ``seed``, the update and the samples' positions in the global batch.
         """
-        yield from (self._one_by_one if self.model.pipeline is None else self._through_stages)(window, step, seed)
+        yield from (self._one_by_one if self.model.pipeline is None else self._through_stages)(
+            micro_batches, step, seed
+        )
 
-    def _one_by_one(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
+    def _one_by_one(self, micro_batches: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         if self.loss_check is not None:
-            self.loss_check(window)
-        key, weighed = self._key(seed, step), [(*self._weighed(mine), mine) for mine in window]
+            self.loss_check(micro_batches)
+        key, weighed = self._key(seed, step), [(*self._weighed(mine), mine) for mine in micro_batches]
         present = [mine if weight > 0 else None for _, weight, mine in weighed]
-        are_all_here = all(getattr(mine, "is_on_all_ranks", False) for mine in window)
+        are_all_here = all(getattr(mine, "is_on_all_ranks", False) for mine in micro_batches)
         completed = self.across_ranks.complete(present, are_all_here=are_all_here)
         nothing = (None, 0.0, None)
         for number, (given, own) in enumerate(itertools.zip_longest(completed, weighed, fillvalue=nothing)):
@@ -100,7 +102,7 @@ class ForwardBackward:
             if batch is not None:
                 inputs = inputs if batch is mine else self.inputs_of(batch)
                 share = weight / self.model.loss_replication
-                sending = self.exchange.backward(share) if is_last else contextlib.nullcontext()
+                sending = self.synchronizer.backward(share) if is_last else contextlib.nullcontext()
                 timed = self.timeline.forward_and_backward(self.model.model, step=step, micro_step=number)
                 streams = None if key is None else self._streams(batch, key)
                 with (
@@ -126,12 +128,12 @@ class ForwardBackward:
 
     def _loss_now_or_later(self, loss: Any) -> Any:
         """Return a loss as a number, or as it is if the exchange reads it with its header and nothing needs it now."""
-        is_needed = self.across_ranks.is_used or not self.exchange.defers_losses
+        is_needed = self.across_ranks.is_used or not self.synchronizer.defers_losses
         return number_of(loss) if is_needed else loss
 
-    def _through_stages(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
+    def _through_stages(self, micro_batches: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         batches, key = [], self._key(seed, step)
-        for number, mine in enumerate(window):
+        for number, mine in enumerate(micro_batches):
             inputs, weight = self._weighed(mine)
             if weight > 0:
                 own_seed = step_seed(seed, self.model.seed_rank, step, number)
@@ -154,9 +156,9 @@ class ForwardBackward:
             return self.timeline.span(name, step=step, **details)
 
         with self.across_ranks.refused("a pipeline, whose stages run the micro-batches at different times"):
-            yield from self.model.pipeline.run(batches, self.exchange.parameters, span)
+            yield from self.model.pipeline.run(batches, self.synchronizer.parameters, span)
         self._warn()
-        for _ in window[1:]:
+        for _ in micro_batches[1:]:
             self.after_micro_step()
 
     def _key(self, seed: int, step: int) -> Optional[int]:
@@ -190,7 +192,7 @@ class ForwardBackward:
         if batch is not None:
             self.check_columns(batch)
         inputs = None if batch is None else self.inputs_of(batch)
-        weight = 0.0 if batch is None else checked_weight(self.weight_of(inputs), self.exchange.group.label())
+        weight = 0.0 if batch is None else checked_weight(self.weight_of(inputs), self.synchronizer.group.label())
         return inputs, weight
 
 

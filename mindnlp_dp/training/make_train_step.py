@@ -21,9 +21,9 @@ import mindspore
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.data.batches import call_with
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
-from mindnlp_dp.data_parallel.naive import ExternalReducer
+from mindnlp_dp.data_parallel.naive_synchronizer import ExternalReducer
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep, Synchronizer
 from mindnlp_dp.optim.factory import make_updater, warn_of_parameters_left_out
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel, replicated_on_all_ranks
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
@@ -140,17 +140,17 @@ def make_train_step(
     if not is_plain:
         # An optimizer of mindspore.nn has exactly these parameters.
         warn_of_parameters_left_out(optimizer, named, group)
-    window: GradientAccumulator
+    synchronizer: Synchronizer
     if reducer is not None:
-        window = ExternalReducer(parameters, reducer, group)
+        synchronizer = ExternalReducer(parameters, reducer, group)
     else:
         exchanged = [(getattr(p, "name_in_whole", str(number)), p) for number, p in enumerate(parameters)]
-        window = replicated.gradient_exchange(exchanged, **exchange)
+        synchronizer = replicated.make_synchronizer(exchanged, **exchange)
     losses = LossMeter(replicated.group)
     replicated.check_optimizer(optimizer, parameters)
-    updater = make_updater(optimizer, window, zero_stage, scheduler, replicated.scope(parameters))
+    updater = make_updater(optimizer, synchronizer, zero_stage, scheduler, replicated.scope(parameters))
     step = TrainStep(
-        window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
+        synchronizer, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
         resync_tied_weights=replicated.resync_tied_weights,
         adapters=adapter_check(model, parameters, replicated.world),
     )  # fmt: skip
@@ -167,7 +167,7 @@ def make_train_step(
         return _checked_loss(loss), gradients
 
     forward_backward = ForwardBackward(
-        replicated, window, gradients_of, loss_of, weigher, step.timeline, rows, dropout=check_dropout(dropout),
+        replicated, synchronizer, gradients_of, loss_of, weigher, step.timeline, rows, dropout=check_dropout(dropout),
         loss_check=check,
     )  # fmt: skip
     return FunctionalStep(step, forward_backward, accumulation_steps, span_loss, seed)
@@ -301,7 +301,7 @@ class FunctionalStep:
         self.accumulation_steps = accumulation_steps
         self.num_updates = 0
         self.grad_norm: Optional[float] = None
-        self.synchronizer: GradientAccumulator = train_step.synchronizer
+        self.synchronizer: Synchronizer = train_step.synchronizer
         # After the step is deleted, the user may write to the weights, so ranks must no longer share their memory.
         weakref.finalize(self, train_step.updater.unshare).atexit = False
 
@@ -311,15 +311,15 @@ class FunctionalStep:
         ``batches`` is one batch or, with accumulation, a list of micro-batches; None replaces a batch that this rank
         does not have.
         """
-        window = [batches] if self.accumulation_steps == 1 else list(batches)
-        if not 1 <= len(window) <= self.accumulation_steps:
+        micro_batches = [batches] if self.accumulation_steps == 1 else list(batches)
+        if not 1 <= len(micro_batches) <= self.accumulation_steps:
             raise ValueError(
-                f"expected 1 to {self.accumulation_steps} micro-batches, got {len(window)} on rank "
+                f"expected 1 to {self.accumulation_steps} micro-batches, got {len(micro_batches)} on rank "
                 f"{self.synchronizer.group.label()}; None stands for one that a rank has not"
             )
-        self.grad_norm = self.train_step(self._micro_steps(window), self.num_updates)
+        self.grad_norm = self.train_step(self._micro_steps(micro_batches), self.num_updates)
         self.num_updates += 1
-        seen = self.train_step.window_losses
+        seen = self.train_step.last_losses
         weight = sum(weight for _, weight in seen)
         return sum(loss * weight for loss, weight in seen) / weight if weight else None
 
@@ -327,6 +327,6 @@ class FunctionalStep:
         """Return the mean loss over all ranks since the last call of this method. A collective."""
         return self.train_step.losses.mean_since_log()
 
-    def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
-        with self._span_loss.window(window):
-            yield from self._forward_backward.micro_steps(window, self.num_updates, self.seed)
+    def _micro_steps(self, micro_batches: list[Any]) -> Iterator[MicroStep]:
+        with self._span_loss.correct_losses(micro_batches):
+            yield from self._forward_backward.micro_steps(micro_batches, self.num_updates, self.seed)

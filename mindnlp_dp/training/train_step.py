@@ -1,6 +1,6 @@
 """Does one optimizer step from this rank's part of a global batch; the Trainer and custom loops call it.
 
-It takes the micro-steps of a window as they are computed, each with its loss, gradients and weight. After the step all
+It takes the micro-steps of an update as they are computed, each with its loss, gradients and weight. After the step all
 ranks have the same weights. It does not depend on models or trainers::
 
     micro-steps ── accumulate (weight * gradient) ── reduce ── clip ── optimizer ── scheduler
@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep, Synchronizer
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.training.adapter_gradients import AdapterCheck
@@ -52,7 +52,7 @@ class TrainStep:
 
     def __init__(
         self,
-        synchronizer: GradientAccumulator,
+        synchronizer: Synchronizer,
         updater: Updater,
         losses: LossMeter,
         *,
@@ -75,7 +75,7 @@ class TrainStep:
         self._before_update, self._after_update = before_update, after_update
         # The losses of this rank's micro-steps in the last update, with their weights; also of those that were left
         # out.
-        self.window_losses: list[tuple[float, float]] = []
+        self.last_losses: list[tuple[float, float]] = []
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
         """Do update number ``step``; return the norm of the averaged gradient, or None if it is not clipped."""
@@ -105,27 +105,27 @@ class TrainStep:
         self._after_update()
 
     def _exchange(self, step: int) -> Any:
-        """Average the gradients of the window over the ranks. A collective."""
+        """Average the accumulated gradients over the ranks. A collective."""
         with self.timeline.span("wait for gradients", step=step), heartbeat.waiting("the exchange of gradients"):
             gradients = self.updater.average(self.synchronizer)
-        for name, began, ended in self.synchronizer.last_window.spans:
+        for name, began, ended in self.synchronizer.last_exchange.spans:
             self.timeline.add(name, began, ended, "exchange", step=step)
         return gradients
 
     def _read(self, seen: list[_SeenLoss], step: int) -> tuple[list[tuple[float, float]], list[NonFiniteLoss]]:
-        """Return the finite losses of a window with their weights, and the bad losses; its header is here."""
+        """Return the finite losses of an update with their weights, and the bad losses; its header is here."""
         deferred = iter(self.synchronizer.losses)
         for loss in seen:
             if loss.value is None:
                 loss.value = next(deferred)
         known = [(loss, math.nan if loss.value is None else loss.value) for loss in seen]
-        self.window_losses = [(value, loss.weight) for loss, value in known if loss.weight > 0]
+        self.last_losses = [(value, loss.weight) for loss, value in known if loss.weight > 0]
         label = self.synchronizer.group.label()
         bad = [NonFiniteLoss(value, label, step, loss.indices) for loss, value in known if not math.isfinite(value)]
         return [(value, loss.weight) for loss, value in known if loss.is_counted and math.isfinite(value)], bad
 
     def _accumulate(self, micro_steps: Iterable[MicroStep]) -> list[_SeenLoss]:
-        """Accumulate the micro-steps of a window; return their losses."""
+        """Accumulate the micro-steps of an update; return their losses."""
         sync = self.synchronizer
         seen: list[_SeenLoss] = []
         try:
@@ -153,7 +153,7 @@ class TrainStep:
                     sync.skip()
                     loss.is_counted = False
         except BaseException:
-            # The next window must begin empty. Close the generator to remove its hooks from the model now: the
+            # The next update must begin empty. Close the generator to remove its hooks from the model now: the
             # traceback would keep it alive.
             sync.reset()
             if isinstance(micro_steps, Generator):

@@ -215,13 +215,13 @@ def test_windows_of_different_lengths(group):
                 group=on, zero_stage=0, accumulation_steps=3,
             )  # fmt: skip
             model.train()
-            images, window = Images(3 * 8), []
+            images, micro_batches = Images(3 * 8), []
             for number in range(3):
                 size = 8 // on.world_size if number < 2 or on.world_size == 1 else 8 * (on.rank == 0)
                 first = 8 * number + (size * on.rank if number < 2 else 0)
                 rows = [images[first + place] for place in range(size)]
-                window += [default_collate(rows)] if rows else []
-            step(window)
+                micro_batches += [default_collate(rows)] if rows else []
+            step(micro_batches)
             models[ranks] = model
     assert distance(weights(models["together"]), weights(models["alone"]), weights(ConvNet())) < MOST
 
@@ -283,7 +283,7 @@ def test_rows_that_are_needed_later_are_needed_of_all_ranks(group):
 
         options = {"model": model, "group": group, "zero_stage": 0}
         step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.5), parameters, **options)
-        batches = dp.make_loader(pairs(16 * group.world_size), 4, shuffle=False, group=group).windows()
+        batches = dp.make_loader(pairs(16 * group.world_size), 4, shuffle=False, group=group).updates()
         for update, [batch] in enumerate(batches):
             number[0] = update
             if knows or update < 2:

@@ -80,7 +80,7 @@ def test_windows_are_independent(group, make):
 
 
 def test_results_are_private_memory(group, make):
-    """Clipping writes in place; this must not affect a later window or another rank."""
+    """Clipping writes in place; this must not affect a later update or another rank."""
     sync = make(parameters())
     kept = sync(gradients(group.rank))
     before = [g.asnumpy().copy() for g in kept]
@@ -129,7 +129,7 @@ def test_errors(group, make):
         sync.accumulate(gradients(0)[1:2] + gradients(0)[1:])
     with pytest.raises(ValueError, match="a weight must be finite and not negative, got nan"):
         sync.accumulate(gradients(0), float("nan"))
-    with pytest.raises(ValueError, match="no rank had a sample in this window"):
+    with pytest.raises(ValueError, match="no rank had a sample in this update"):
         make(parameters()).reduce()
 
 

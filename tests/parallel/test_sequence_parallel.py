@@ -139,7 +139,10 @@ def test_dropout_is_that_of_one_process(group, kind, recwarn):
     rows = [{"input_ids": ids, "labels": ids, "texts": 0 * ids} for ids in (rng.integers(3, VOCAB, n) for n in LENGTHS)]
 
     def batches(size, group=None):
-        return [window[0] for window in dp.make_loader(rows, size, collate=Collator(0, False), group=group).windows()]
+        return [
+            micro_batches[0]
+            for micro_batches in dp.make_loader(rows, size, collate=Collator(0, False), group=group).updates()
+        ]
 
     with alone() as single:
         model = build(kind, dropout=0.2)

@@ -261,8 +261,8 @@ def test_a_run_that_is_taken_up_on_its_own_mesh_is_the_same_to_the_bit(group, sh
         )  # fmt: skip
         run = dp.FunctionalRun(folder, model, step, dp.make_loader(Sentences("masked"), 4, 2, shuffle=True, seed=1))
         run.resume()
-        for window in run.windows(num_epochs=3):
-            step(window)
+        for micro_batches in run.updates(num_epochs=3):
+            step(micro_batches)
             if step.num_updates == 2:
                 run.save()
             if step.num_updates == stop_after:

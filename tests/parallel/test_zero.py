@@ -19,9 +19,9 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
 from mindnlp_dp.data_parallel import synchronizer
-from mindnlp_dp.data_parallel.accumulation import MicroStep
 from mindnlp_dp.data_parallel.buckets import factory as buckets
 from mindnlp_dp.data_parallel.overlap import OverlapState
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.optim import LAMB, LARS
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import MindNLPUpdater
@@ -175,7 +175,7 @@ def test_a_hundred_updates_against_mindnlps_own(group, optimizer, zero_stage):
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_parameters_that_are_not_used_in_some_updates(group, alone, zero_stage):
-    """They keep their moments and step count, as in PyTorch; old bucket contents of another window are not used."""
+    """They keep their moments and step count, as in PyTorch; old bucket contents of another update are not used."""
     jobs = [Job("adamw", alone, 0), Job("adamw", group, zero_stage)]
     for job in jobs:
         job.run(3)
@@ -259,7 +259,7 @@ def two_hosts(group, monkeypatch):
 
     from mindnlp_dp.communication.transports.mpi.shared_memory import HostMemory
     from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
-    from mindnlp_dp.data_parallel import accumulation
+    from mindnlp_dp.data_parallel import synchronizer_base
 
     comm = MPI.COMM_WORLD
     host, peers = comm.Split(comm.rank // 2, comm.rank), comm.Split(comm.rank % 2, comm.rank)
@@ -269,7 +269,7 @@ def two_hosts(group, monkeypatch):
             return open_gradient_channel(of_group)
         return MPIChannel(MPI, (comm, host, peers), HostMemory(comm, host, is_available=True), "")
 
-    monkeypatch.setattr(accumulation, "open_gradient_channel", open_channel)
+    monkeypatch.setattr(synchronizer_base, "open_gradient_channel", open_channel)
     yield
     for split in (host, peers):
         split.Free()

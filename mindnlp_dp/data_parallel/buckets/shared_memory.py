@@ -12,7 +12,7 @@ The diagram shows all copies, for two ranks on a host. Ranks write on the left o
 sums in place, in blocks that stay in the cache. With several hosts, each slice then goes round a ring of the ranks that
 own it on each host (ring.py). There it is packed if blocks are zero (ring.py) and encoded if it is
 compressed (ring.py): these are copies of the bytes that are sent. ③ is the only copy out: the memory of
-``param.grad`` is private. Between ② and ③ there are barriers of the host. If the exchange overlaps and a window has
+``param.grad`` is private. Between ② and ③ there are barriers of the host. If the exchange overlaps and an update has
 several micro-batches, the sum of the first ones is also copied from the row to the memory of the result, in case the
 last one must be undone (:meth:`.HostBucket.snapshot`).
 

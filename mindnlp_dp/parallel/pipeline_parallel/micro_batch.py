@@ -59,7 +59,7 @@ class MicroBatchShard:
 
     Attributes:
         micro: the micro-batch.
-        number: number of the micro-batch in the window.
+        number: number of the micro-batch in the update.
         batch: this rank's rows: all rows if its stage does not split them, None if this rank has no rows.
         part: fraction of the micro-batch's loss that comes from these rows.
         streams: the random streams of these rows; None if each rank draws its own dropout masks.

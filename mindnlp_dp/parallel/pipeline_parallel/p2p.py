@@ -52,7 +52,7 @@ class StageP2P:
         self._held: dict[int, Callable[[], None]] = {}
 
     def begin(self, link: Iterable[Action] = ()) -> None:
-        """Begin a window, on all ranks; ``link`` are its messages with the next stage in that stage's order."""
+        """Begin an update, on all ranks; ``link`` are its messages with the next stage in that stage's order."""
         self.p2p.begin()
         self._link, self._held = deque(link if self.p2p.is_in_order else ()), {}
 

@@ -22,7 +22,7 @@ from mindnlp.core.nn import Parameter
 from mindspore import _c_expression
 
 from mindnlp_dp.communication.p2p import ACTIVATIONS, GRADIENTS
-from mindnlp_dp.data_parallel.accumulation import MicroStep
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, MicroBatchShard
 from mindnlp_dp.parallel.pipeline_parallel.p2p import StageP2P, to_arrays, to_tensors
@@ -53,7 +53,7 @@ class Pipeline:
 
     Attributes:
         schedule: "1f1b", "gpipe" or "eager-1f1b".
-        most_in_flight: maximum number of micro-batches between forward and backward pass, in the last window.
+        most_in_flight: maximum number of micro-batches between forward and backward pass, in the last update.
         messages: point-to-point messages with the previous and the next stage.
         ties: tied parameters that this stage shares with other stages.
     """
@@ -113,7 +113,7 @@ class Pipeline:
         messages.p2p.wait()
         return outputs
 
-    # A window.
+    # An update.
 
     def run(
         self, batches: Sequence[MicroBatch], parameters: Sequence[Any], span: Span = no_span
@@ -121,7 +121,7 @@ class Pipeline:
         """Run the micro-batches of an update through the pipeline; all stages of a row pass the same number of them.
 
         The gradients are in the order of ``parameters``. Gradients of tied parameters are summed over the stages and
-        the window, and come with the last micro-step.
+        the update, and come with the last micro-step.
         """
         from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
@@ -182,7 +182,7 @@ class Pipeline:
     def _check_usable(self) -> None:
         if self._broken_by:
             raise RuntimeError(
-                f"the pipeline of rank {self.mesh.world.label()} cannot continue after an error in a window "
+                f"the pipeline of rank {self.mesh.world.label()} cannot continue after an error in an update "
                 f"({self._broken_by}): messages between its stages are lost; end the job, and resume from a checkpoint"
             )
 

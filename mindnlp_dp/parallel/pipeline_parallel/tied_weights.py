@@ -1,6 +1,6 @@
 """Keeps tied weights equal on several pipeline stages, such as a word embedding that is also the output layer.
 
-The pipeline sums their gradients over the window and then over the stages. If the stages differ in the number of ranks
+The pipeline sums their gradients over the update and then over the stages. If the stages differ in the number of ranks
 that exchange gradients, the sums are rounded differently; then the first stage's weights are copied to the other stages
 after every update.
 """
@@ -58,7 +58,7 @@ class TiedParameter:
 
 
 class TiedGradients:
-    """Sums the gradients of tied parameters over a window, then over the stages; the pipeline uses it."""
+    """Sums the gradients of tied parameters over an update, then over the stages; the pipeline uses it."""
 
     def __init__(self, ties: Sequence[TiedParameter], parameters: Sequence[Any]) -> None:
         places = {id(p): index for index, p in enumerate(parameters)}

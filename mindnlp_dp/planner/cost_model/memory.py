@@ -29,7 +29,7 @@ from mindnlp_dp.planner.profiles.operators import (
 )
 
 # Bytes per parameter: weights, gradients, optimizer. Mixed: weights and gradients of 2 bytes; the optimizer has weights
-# and two moments of 4. In float32, there are the gradient of a backward pass and the sum over a window.
+# and two moments of 4. In float32, there are the gradient of a backward pass and the sum over an update.
 BYTES = {"mixed": (2, 2, 12), "float32": (4, 8, 8)}
 
 _CUT = (COLUMN, ROW, VOCABULARY, EXPERT)

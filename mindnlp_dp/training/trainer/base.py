@@ -30,7 +30,7 @@ from mindnlp_dp.data.batches import Batch, Collator, as_tensors
 from mindnlp_dp.data.dataset_adapter import IndexedSource, adapt, make_loader
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
+from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 from mindnlp_dp.kernels.dispatch import medium_precision
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel, as_replicated, replicated_on_all_ranks
 from mindnlp_dp.runtime.job_context import job_if_restarted
@@ -86,7 +86,7 @@ class DataParallelTrainerBase(abc.ABC):
                 raise ValueError(f"{type(self).__name__} has its own {name}, which is not called: {instead}")
         # The ranks among which samples are split, and all ranks, which may hold shards of the model.
         self.group, self.world = get_data_group(), get_process_group()
-        self._synchronizer: Optional[GradientAccumulator] = None
+        self._synchronizer: Optional[Synchronizer] = None
         self._folder_lock: Optional[FolderLock] = None
         self.checkpoint_writer = BackgroundWriter(self.world)
         self.resumed_from: Optional[Path] = None
@@ -205,14 +205,14 @@ class DataParallelTrainerBase(abc.ABC):
         """Return the weight of a batch's loss in the mean loss of an evaluation."""
         return self.loss_weight(inputs)
 
-    def synchronizer(self, model: Any) -> GradientAccumulator:
+    def synchronizer(self, model: Any) -> Synchronizer:
         """Return the gradient exchange for ``model``'s trainable parameters; it is rebuilt when they change."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         current = self._synchronizer
         if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
             options = ("bucket_cap_mb", "overlap", "compression", "powersgd_rank")
             exchange = {name: getattr(self.args, name) for name in options}
-            current = self._synchronizer = as_replicated(model, self.group).gradient_exchange(trainable, **exchange)
+            current = self._synchronizer = as_replicated(model, self.group).make_synchronizer(trainable, **exchange)
         return current
 
     # Training.

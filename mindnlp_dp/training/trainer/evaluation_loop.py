@@ -40,8 +40,8 @@ def run_evaluation(
     span_loss = trainer.trainer_loss.span_loss()
     check_columns = trainer.trainer_loss.column_checks()
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
-    # A user's own loader may have several micro-batches in a window.
-    for mine in itertools.chain.from_iterable(dataset.windows()):
+    # A user's own loader may have several micro-batches in an update.
+    for mine in itertools.chain.from_iterable(dataset.updates()):
         batch, is_lent = trainer.whole.dummy_batch_for(mine), mine is None
         if batch is None:
             evaluation.add(None)

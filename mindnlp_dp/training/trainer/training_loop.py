@@ -1,12 +1,12 @@
 """This module is the Trainer's training loop; :class:`~.base.DataParallelTrainerBase` runs it for each ``train()``.
 
 It trains the trainer's model, the same on every rank, and returns MindNLP's ``TrainOutput``. MindNLP's own loop cannot
-be used: it steps in the middle of a short window, does not let a rank without samples take part, and reads its data
+be used: it steps in the middle of a short update, does not let a rank without samples take part, and reads its data
 from the start when it resumes.
 
 On every rank::
 
-    epoch ── window ── training_step a micro-batch ── train_step.py ── callbacks ── log, evaluate, save
+    epoch ── update ── training_step a micro-batch ── train_step.py ── callbacks ── log, evaluate, save
        └ next …   └ next …                                       (decisions: callbacks.py)
 
 It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP
@@ -31,7 +31,7 @@ from mindnlp_dp.checkpoint.background import WriterStatus
 from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
-from mindnlp_dp.data_parallel.accumulation import MicroStep
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.optim.factory import make_updater, warn_of_parameters_left_out
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
@@ -227,23 +227,23 @@ class TrainingLoop:
         if args.past_index >= 0:
             trainer._past = None
         trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
-        windows = self.loader.windows(position.epoch, position.update, position.offset)
+        updates = self.loader.updates(position.epoch, position.update, position.offset)
         self.restore_stop_flags()
         self.agree(trainer.control)
         while not self._stops():
             # The same on all ranks, because callbacks decide with what they draw.
             seed_between_updates(args.seed, 0, trainer.state.global_step)
-            window = next(windows, None)
-            if window is None:
+            micro_batches = next(updates, None)
+            if micro_batches is None:
                 position.epoch_done = True
                 break
             trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
             sync_seconds = self.synchronizer.seconds
             with self.timeline.operators(trainer.state.global_step):
-                norm = self.train_step(self._micro_steps(window), trainer.state.global_step)
+                norm = self.train_step(self._micro_steps(micro_batches), trainer.state.global_step)
             self.speed.add_update(self.synchronizer.seconds - sync_seconds)
             if args.sync_stats and self.world.is_main:
-                print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
+                print(f"update {trainer.state.global_step}: {self.synchronizer.last_exchange}", flush=True)
             self.grad_norm = self.grad_norm if norm is None else norm
             self._count_update()
             self.timeline.end_update(trainer.state.global_step)
@@ -271,7 +271,7 @@ class TrainingLoop:
         agreed, state = self.agree.agreed, self.trainer.state
         return agreed["should_epoch_stop"] or agreed["should_training_stop"] or state.global_step >= state.max_steps
 
-    def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
+    def _micro_steps(self, micro_batches: list[Any]) -> Iterator[MicroStep]:
         """Run this rank's micro-batches of one global batch, and yield their losses and gradients one by one."""
         trainer = self.trainer
         self._check_parameters()
@@ -282,8 +282,8 @@ class TrainingLoop:
             dropout=trainer.args.dropout, masks=self.masks, check_columns=self.check_columns,
             loss_check=self.loss_check,
         )  # fmt: skip
-        with trainer.trainer_loss.span_loss().window(window):
-            yield from forward_backward.micro_steps(window, trainer.state.global_step, trainer.args.seed)
+        with trainer.trainer_loss.span_loss().correct_losses(micro_batches):
+            yield from forward_backward.micro_steps(micro_batches, trainer.state.global_step, trainer.args.seed)
         # The exchange holds this rank's gradients now; free their memory before the averaged ones are allocated.
         trainer.model.zero_grad()
 

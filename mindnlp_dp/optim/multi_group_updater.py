@@ -1,4 +1,4 @@
-"""This module combines the updaters of several windows into one, for models with expert parallelism.
+"""This module combines the updaters of several synchronizers into one, for models with expert parallelism.
 
 All of them have the same optimizer, and gradients are clipped by one norm.
 """
@@ -9,22 +9,22 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindnlp_dp.data_parallel.multi_group import MultiGroupExchange
+from mindnlp_dp.data_parallel.multi_group_synchronizer import MultiGroupSynchronizer
 from mindnlp_dp.optim.updater import Updater
 
 
 class MultiGroupUpdater(Updater):
-    """Runs one updater for each window; its ``gradients`` are a list with those of each updater."""
+    """Runs one updater for each synchronizer; its ``gradients`` are a list with those of each updater."""
 
-    def __init__(self, optimizer: Any, window: MultiGroupExchange, updaters: Sequence[Updater]) -> None:
-        super().__init__(optimizer, window.parameters)
-        self._window = window
+    def __init__(self, optimizer: Any, synchronizer: MultiGroupSynchronizer, updaters: Sequence[Updater]) -> None:
+        super().__init__(optimizer, synchronizer.parameters)
+        self._synchronizer = synchronizer
         self._updaters = updaters
         self.scheduler = updaters[0].scheduler
 
-    def average(self, window: Any) -> Any:
-        gradients = [updater.average(each) for updater, each in zip(self._updaters, self._window.windows)]
-        self._window.collect_stats()
+    def average(self, synchronizer: Any) -> Any:
+        gradients = [updater.average(each) for updater, each in zip(self._updaters, self._synchronizer.synchronizers)]
+        self._synchronizer.collect_stats()
         return gradients
 
     def norm(self, gradients: Any) -> float:

@@ -1,8 +1,8 @@
-"""This module defines a window: the weighted gradients that every rank accumulates between two updates.
+"""This module defines the interface of synchronizers, which accumulate gradients and average them over the ranks.
 
-A train step accumulates micro-batches in a window and reduces it once per update. Subclasses (naive.py,
-synchronizer.py) choose how to average over the ranks. This module has what they share: input checks, and the header,
-one small all-reduce that tells every rank the total weight of the window and which parameters were used.
+A train step accumulates the gradients of micro-batches and reduces them once per update. Subclasses
+(naive_synchronizer.py, synchronizer.py) choose how to average. This module has what they share: input checks, and the
+header, one small all-reduce that tells every rank the total weight of the update and which parameters were used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mindnlp_dp.communication.transports.channel import Channel
 
 @dataclass(frozen=True)
 class ExchangeStats:
-    """Holds the cost of one window's exchange on this rank.
+    """Holds the cost of one update's exchange on this rank.
 
     Attributes:
         num_bytes, num_calls: The bytes of gradients given to the exchange, and the number of collective calls.
@@ -51,23 +51,23 @@ class ExchangeStats:
         )
 
 
-class GradientAccumulator(abc.ABC):
+class Synchronizer(abc.ABC):
     """Interface through which a train step accumulates weighted gradients and averages them over the ranks.
 
     Attributes:
         names, parameters: The parameters that the gradients belong to, and their names.
         group: The ranks that exchange gradients.
-        total_weight: The weight of the last reduced window, summed over all ranks.
-        num_skipped: The micro-batches of that window that ranks left out with :meth:`skip`, summed over all ranks.
+        total_weight: The weight of the last reduced update, summed over all ranks.
+        num_skipped: The micro-batches of that update that ranks left out with :meth:`skip`, summed over all ranks.
         seconds: The seconds that the computing thread has spent on the exchange, waits for slower ranks included.
         num_bytes, num_calls: This rank's bytes of gradients given to the exchange so far, and its collective calls.
-        last_window: The cost of the last window.
+        last_window: The cost of the last update.
         channel: The channel that transports the gradients.
         order: The order in which gradients are packed, if it affects the last bits of the result; else None.
         defers_losses: Whether :meth:`accumulate` takes losses that a device is still computing. They are read with the
-            header, so that a window waits for the device once.
-        losses: The values of the last window's losses that :meth:`accumulate` was given, in this order.
-        sum_of_squares: The sum of squares of the last window's averaged gradients, over all of their elements on all
+            header, so that an update waits for the device once.
+        losses: The values of the last update's losses that :meth:`accumulate` was given, in this order.
+        sum_of_squares: The sum of squares of the last update's averaged gradients, over all of their elements on all
             ranks, if it was read with the header; else None.
     """
 
@@ -75,7 +75,7 @@ class GradientAccumulator(abc.ABC):
     parameters: list[Any]
     group: ProcessGroup
     channel: Channel
-    last_window: ExchangeStats
+    last_exchange: ExchangeStats
     order: Optional[Sequence[int]] = None
     defers_losses = False
     losses: Sequence[float] = ()
@@ -93,7 +93,7 @@ class GradientAccumulator(abc.ABC):
     def num_skipped(self) -> int: ...
 
     def __call__(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> list[Optional[Any]]:
-        """Accumulate one micro-batch and reduce, for a window of one micro-batch.
+        """Accumulate one micro-batch and reduce, for an update of one micro-batch.
 
         Within :meth:`no_sync` nothing is exchanged, and the gradients are returned unchanged.
         """
@@ -104,7 +104,7 @@ class GradientAccumulator(abc.ABC):
     def no_sync(self) -> Iterator[None]:
         """Make calls only accumulate, like DistributedDataParallel's ``no_sync``; the next call outside reduces all.
 
-        An exception inside the context drops what this rank has accumulated, so that no partial window is exchanged.
+        An exception inside the context drops what this rank has accumulated, so that no partial sum is exchanged.
         """
         before, self._exchange_is_off = self._exchange_is_off, True
         try:
@@ -117,23 +117,24 @@ class GradientAccumulator(abc.ABC):
 
     @contextlib.contextmanager
     def backward(self, weight: float) -> Iterator[None]:
-        """Enclose the last forward and backward pass of a window; pass its gradients to :meth:`accumulate` afterwards.
+        """Enclose the last forward and backward pass of an update; pass its gradients to :meth:`accumulate` afterwards.
 
         ``weight`` is the weight of these gradients. An exchange that overlaps begins inside this context; otherwise the
         context does nothing.
         """
         yield
 
-    # These defaults are for windows that sum each gradient separately: no buckets to pack, no rounding to compensate.
+    # These defaults are for synchronizers that sum each gradient separately: they have no buckets to pack, and no
+    # rounding to compensate.
 
     def pack_in_order(self, order: Sequence[int]) -> None:  # noqa: B027
-        """Pack gradients in the ``order`` of an earlier run; called by every rank, between two windows."""
+        """Pack gradients in the ``order`` of an earlier run; called by every rank, between two updates."""
 
     def reset_error_feedback(self) -> None:  # noqa: B027
         """Clear the error feedback of compression, as a resumed process does; called by every rank."""
 
     def repack_if_learned(self) -> None:  # noqa: B027
-        """Repack the buckets if a new order was learned; called after the window's update. A collective."""
+        """Repack the buckets if a new order was learned; called after the update. A collective."""
 
     @abc.abstractmethod
     def accumulate(
@@ -158,11 +159,11 @@ class GradientAccumulator(abc.ABC):
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Discard what this rank has accumulated, as after an exception, so that no partial window is exchanged."""
+        """Discard what this rank has accumulated, as after an exception, so that no partial sum is exchanged."""
 
     @abc.abstractmethod
     def reduce(self) -> list[Optional[Any]]:
-        """Exchange the window and begin a new one; a collective, called by every rank.
+        """Exchange the accumulated gradients and begin a new update; a collective, called by every rank.
 
         Returns the weighted mean for every parameter, in private memory of this rank; only None if the ranks skipped
         all of their micro-batches.
@@ -172,7 +173,7 @@ class GradientAccumulator(abc.ABC):
         """
 
 
-class BufferedAccumulator(GradientAccumulator):
+class BufferedSynchronizer(Synchronizer):
     """Accumulates gradients in its own memory; subclasses define how to store and sum them over the ranks."""
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
@@ -202,9 +203,9 @@ class BufferedAccumulator(GradientAccumulator):
         return self._num_skipped
 
     def reset(self) -> None:
-        self._begin_window()
+        self._begin_update()
 
-    def _begin_window(self) -> None:
+    def _begin_update(self) -> None:
         self._weight, self._skipped = 0.0, 0
         self._used[:] = 0
         self._spans.clear()
@@ -267,7 +268,7 @@ class BufferedAccumulator(GradientAccumulator):
             during_backward = sum(max(0.0, min(end, began) - start) for _, start, end in self._spans)
             hidden, exposed = (during_backward, 0.0) if self._hides else (0.0, during_backward)
             self.seconds += ended - began + exposed
-            self.last_window = ExchangeStats(
+            self.last_exchange = ExchangeStats(
                 self.num_bytes - num_bytes,
                 self.num_calls - num_calls,
                 None if sent is None else sent - self._sent_before,
@@ -276,7 +277,7 @@ class BufferedAccumulator(GradientAccumulator):
                 tuple(self._spans),
             )
             self._sent_before = sent or 0
-            self._begin_window()
+            self._begin_update()
 
     def _timed(self, name: str, began: float) -> None:
         """Record a span of the exchange that ends now."""
@@ -302,7 +303,7 @@ class BufferedAccumulator(GradientAccumulator):
             return self._exchange(used, 1.0 / self.total_weight)
         if self.num_skipped:
             return [None] * len(self.parameters)
-        raise ValueError("no rank had a sample in this window, so no gradient can be averaged")
+        raise ValueError("no rank had a sample in this update, so no gradient can be averaged")
 
     @abc.abstractmethod
     def _put(self, index: int, gradient: Any, weight: float) -> None: ...

@@ -9,11 +9,11 @@ from typing import Any, Callable, Optional
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data_parallel.accumulation import BufferedAccumulator
+from mindnlp_dp.data_parallel.synchronizer_base import BufferedSynchronizer
 from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name
 
 
-class NaiveGradientSynchronizer(BufferedAccumulator):
+class NaiveGradientSynchronizer(BufferedSynchronizer):
     """Averages gradients with one all-reduce per parameter: slow but simple, as a reference for tests."""
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
@@ -55,7 +55,7 @@ class NaiveGradientSynchronizer(BufferedAccumulator):
 class ExternalReducer(NaiveGradientSynchronizer):
     """Exchanges gradients with a user's function, such as MindSpore's ``nn.DistributedGradReducer``.
 
-    The function is called once per window with a tuple of gradients. It returns their mean over the ranks, or their
+    The function is called once per update with a tuple of gradients. It returns their mean over the ranks, or their
     sum if its attribute ``mean`` is False. The gradients are weighted before the call, so weights work as elsewhere.
     """
 
