@@ -242,7 +242,7 @@ def by_custom_loop(task: Task, model: Any, rows: Any, batch: tuple[int, int], fo
     step = dp.make_train_step(
         lambda **columns: task.loss_of(model, columns), optim.SGD(parameters, lr=RATE), parameters, model=model,
         accumulation_steps=accumulation, max_grad_norm=1.0, zero_stage=0,
-        weight_of=task.loss_weight or ((lambda batch: len(batch.indices)) if task.loss else None),
+        loss_weight_of=task.loss_weight or ((lambda batch: len(batch.indices)) if task.loss else None),
     )  # fmt: skip
     model.train()
     for micro_batches in dp.make_loader(rows, size, accumulation, shuffle=False, collate=task.collate).updates():
@@ -286,7 +286,7 @@ def difference(task: Task, way: str, mesh: Optional[str], accumulation: int, fol
     build, read = task.make, weights
     num_ranks = group.world_size
     if mesh is not None:
-        from cut_models import whole_weights
+        from sharded_models import whole_weights
 
         from mindnlp_dp.schedules.mesh_spec import parse_mesh
 

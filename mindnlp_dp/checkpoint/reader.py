@@ -1,6 +1,6 @@
 """This module reads the files of a checkpoint on rank 0.
 
-parallel/replicated_model.py calls it, and sends the result to every rank.
+parallel/distributed_model.py calls it, and sends the result to every rank.
 """
 
 from __future__ import annotations

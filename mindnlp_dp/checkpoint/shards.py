@@ -89,7 +89,7 @@ class ArrayInFiles:
         flat = np.empty(self.layout.numel, self.dtype)
         for start, stop, file, name in self.pieces:
             flat[start:stop] = file.get_tensor(name)
-        return self.layout.whole(flat).astype(dtype or flat.dtype, copy=False)
+        return self.layout.full(flat).astype(dtype or flat.dtype, copy=False)
 
 
 def open_sharded_arrays(path: Path, outline: Any, files: Iterable[str]) -> dict[str, ArrayInFiles]:
@@ -98,7 +98,7 @@ def open_sharded_arrays(path: Path, outline: Any, files: Iterable[str]) -> dict[
     Raises:
         ValueError: a file is damaged, or elements of an array are in none.
     """
-    arrays = {name: ArrayInFiles(*told) for name, told in sharded_layouts(outline).items()}
+    arrays = {name: ArrayInFiles(*layout) for name, layout in sharded_layouts(outline).items()}
     for file in (file for file in files if fnmatchcase(file, _FILES)):
         opened = safe_open(path / file, "np")
         for key in opened.keys():  # noqa: SIM118 -- not a dict

@@ -81,8 +81,8 @@ def _part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def _gathered(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    whole, _ = gather_rows(np.moveaxis(read(x), dim, 0), group)
-    return from_numpy(np.ascontiguousarray(np.moveaxis(whole, 0, dim)))
+    full, _ = gather_rows(np.moveaxis(read(x), dim, 0), group)
+    return from_numpy(np.ascontiguousarray(np.moveaxis(full, 0, dim)))
 
 
 def gather_rows(rows: np.ndarray, group: ProcessGroup) -> tuple[np.ndarray, list[int]]:

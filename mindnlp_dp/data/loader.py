@@ -140,7 +140,7 @@ class PipelineLoader:
         self._num_batches = num_batches
         self._batch_size = batch_size
         # The columns found so far that do not have a row per sample.
-        self._whole: set[str] = set()
+        self._without_rows: set[str] = set()
 
     @property
     def global_batch_size(self) -> int:
@@ -222,11 +222,11 @@ class PipelineLoader:
         """Return this rank's rows of a batch that begins at ``position`` of its global batch."""
         num_rows = num_rows_of(batch)
         # A column without a row per sample may by chance have as many rows as a short last batch: remember it.
-        self._whole |= {name for name, x in batch.items() if x.shape[:1] != (num_rows,)}
+        self._without_rows |= {name for name, x in batch.items() if x.shape[:1] != (num_rows,)}
         first, last = split_evenly(num_rows, self._group.world_size, self._group.rank)
         if first == last:
             return None
-        rows = {name: x if name in self._whole else x[first:last] for name, x in batch.items()}
+        rows = {name: x if name in self._without_rows else x[first:last] for name, x in batch.items()}
         mine = np.arange(first, last)
         is_on_all_ranks = num_rows >= self._group.world_size
         return Batch(rows, rows_before + mine, position + mine, is_on_all_ranks=is_on_all_ranks)

@@ -25,9 +25,9 @@ class MultiGroupSynchronizer(Synchronizer):
         self,
         synchronizers: Sequence[GradientSynchronizer],
         places: Sequence[Sequence[int]],
-        weights_of: Sequence[Callable[[float], float]],
+        loss_weights_of: Sequence[Callable[[float], float]],
     ) -> None:
-        self.synchronizers, self.places, self._weights_of = synchronizers, places, weights_of
+        self.synchronizers, self.places, self._loss_weights_of = synchronizers, places, loss_weights_of
         by_place = {
             place: (synchronizer.names[index], synchronizer.parameters[index])
             for synchronizer, theirs in zip(synchronizers, places)
@@ -38,19 +38,19 @@ class MultiGroupSynchronizer(Synchronizer):
         self.group, self.channel = synchronizers[0].group, synchronizers[0].channel
 
     @property
-    def total_weight(self) -> float:
-        return self.synchronizers[0].total_weight
+    def total_loss_weight(self) -> float:
+        return self.synchronizers[0].total_loss_weight
 
     @property
     def num_skipped(self) -> int:
         return self.synchronizers[0].num_skipped
 
     def accumulate(
-        self, gradients: Sequence[Optional[Any]], weight: float = 1.0, *, loss: Optional[Any] = None
+        self, gradients: Sequence[Optional[Any]], loss_weight: float = 1.0, *, loss: Optional[Any] = None
     ) -> None:
         assert loss is None, "synchronizers of several groups need each loss at once"
-        for synchronizer, places, weight_of in zip(self.synchronizers, self.places, self._weights_of):
-            synchronizer.accumulate([gradients[place] for place in places], weight_of(weight))
+        for synchronizer, places, loss_weight_of in zip(self.synchronizers, self.places, self._loss_weights_of):
+            synchronizer.accumulate([gradients[place] for place in places], loss_weight_of(loss_weight))
 
     def check_shapes(self) -> None:
         for synchronizer in self.synchronizers:

@@ -20,12 +20,14 @@ class NaiveGradientSynchronizer(BufferedSynchronizer):
         super().__init__(parameters, group)
         self._sums: dict[int, Any] = {}
 
-    def _put(self, index: int, gradient: Any, weight: float) -> None:
+    def _put(self, index: int, gradient: Any, loss_weight: float) -> None:
         if dtype_name(gradient) in HALF_TYPES:
             import mindspore
 
             gradient = gradient.astype(mindspore.float32)
-        self._sums[index] = self._sums[index] + gradient * weight if index in self._sums else gradient * weight
+        self._sums[index] = (
+            self._sums[index] + gradient * loss_weight if index in self._sums else gradient * loss_weight
+        )
 
     def _sum_of(self, index: int) -> Any:
         """Return a parameter's accumulated sum; half types in float32, because their weighted sum may overflow."""

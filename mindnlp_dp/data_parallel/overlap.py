@@ -85,7 +85,7 @@ class Overlap:
         self._handles: list[Any] = []
         self._buckets: Sequence[Bucket] = ()
         # State of the current backward pass.
-        self._weight: Optional[float] = None
+        self._loss_weight: Optional[float] = None
         self.seen: list[int] = []
         # Parameter, gradient and its fingerprint, as the hooks saw them.
         self._evidence: list[tuple[int, Any, Any]] = []
@@ -123,18 +123,18 @@ class Overlap:
 
     # Before and during the backward pass.
 
-    def begin(self, buckets: Sequence[Bucket], weight: float, weight_so_far: float) -> None:
-        """Prepare for the last backward pass of an update, whose gradients have the weight ``weight``."""
+    def begin(self, buckets: Sequence[Bucket], loss_weight: float, loss_weight_so_far: float) -> None:
+        """Prepare for the last backward pass of an update, whose gradients have the weight ``loss_weight``."""
         self._began = self._clock()
         self._num_updates += 1
-        if weight == 0 or self.state is OverlapState.OFF:
+        if loss_weight == 0 or self.state is OverlapState.OFF:
             return
         if not self._handles:
             self._install()
         if self.is_sending:
-            self._open(buckets, weight_so_far + weight)
+            self._open(buckets, loss_weight_so_far + loss_weight)
         # In a trial update without overlap the hooks do nothing: a reference to each gradient would cost memory.
-        self._weight = weight if self.is_sending or self.is_learning else None
+        self._loss_weight = loss_weight if self.is_sending or self.is_learning else None
 
     def _install(self) -> None:
         # The hooks have a weak reference only: parameters must not keep the synchroniser's memory alive.
@@ -152,7 +152,7 @@ class Overlap:
         self._handles = [parameter.register_hook(hook_of(index)) for index, parameter in enumerate(self._parameters)]
         weakref.finalize(self, _remove, self._handles).atexit = False
 
-    def _open(self, buckets: Sequence[Bucket], weight: float) -> None:
+    def _open(self, buckets: Sequence[Bucket], loss_weight: float) -> None:
         """Begin the exchange with the sum of the ranks' loss weights, because every bucket is scaled by its inverse."""
         self._runner = ImmediateExchange() if buckets[0].is_asynchronous else ExchangeThread()
         self._buckets = buckets
@@ -165,19 +165,19 @@ class Overlap:
 
         def agree() -> None:
             # The scale is None if the total weight is zero; then no rank exchanges anything.
-            self._scale = self._channel.inverse_total(weight, runner.waiter)
+            self._scale = self._channel.inverse_total(loss_weight, runner.waiter)
 
         runner.submit(agree)
 
     def _on_gradient(self, index: int, gradient: Any) -> None:
-        if self._weight is None or not self._parameters[index].requires_grad:
+        if self._loss_weight is None or not self._parameters[index].requires_grad:
             return
         try:
             self._evidence.append((index, gradient, self._fingerprint(gradient)))
             self.seen.append(index)
             if self.is_sending:
                 number = self._bucket_of[index]
-                self._buckets[number].put(index, gradient, self._weight)
+                self._buckets[number].put(index, gradient, self._loss_weight)
                 self._missing[number] -= 1
                 self._start_full_ones()
         except Exception as error:  # noqa: BLE001
@@ -201,7 +201,7 @@ class Overlap:
         runner.submit(exchange)
 
     def end_backward(self) -> None:
-        self._weight = None
+        self._loss_weight = None
 
     # After the backward pass.
 
@@ -239,10 +239,10 @@ class Overlap:
         """Return whether this update's gradients are compared with those that the hooks saw."""
         return not self._on_device or self.is_learning or self._num_updates % CHECKED_EVERY == 0
 
-    def finish(self, buckets: Sequence[Bucket], weight: float) -> list[tuple[str, float, float]]:
+    def finish(self, buckets: Sequence[Bucket], loss_weight: float) -> list[tuple[str, float, float]]:
         """Start the remaining buckets, wait for this rank's part of the exchange, and return its spans."""
         if self._runner is None:
-            self._open(buckets, weight)
+            self._open(buckets, loss_weight)
         assert self._runner is not None, "opened above"
         for number in range(self._next, len(self._buckets)):
             self._start(number)
@@ -255,7 +255,7 @@ class Overlap:
         if self._runner is not None:
             self._runner.abandon()
             self._runner = None
-        self._weight = self.problem = self._began = None
+        self._loss_weight = self.problem = self._began = None
         self.has_changed = False
         self.seen.clear()
         self._evidence.clear()

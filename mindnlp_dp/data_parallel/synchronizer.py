@@ -4,7 +4,7 @@ Every rank gets ``sum_r(weight_r * gradient_r) / sum_r(weight_r)``, the gradient
 numbers of samples, for example. With gradient accumulation one update takes several micro-batches::
 
     for inputs in update:
-        sync.accumulate(gradients_of(inputs), weight=len(inputs))    # no communication
+        sync.accumulate(gradients_of(inputs), loss_weight=len(inputs))    # no communication
     gradients = sync.reduce()                                        # all ranks, once
 
 A rank without samples contributes zeros. The gradient of a parameter that no rank used in the update is None, as in a
@@ -13,9 +13,9 @@ single process. Pass only trainable parameters to the synchroniser.
 If the last micro-batch is announced as below, each bucket is exchanged during its backward pass, as soon as the bucket
 is full (overlap.py). The result is the same::
 
-    with sync.backward(weight=len(inputs)):
+    with sync.backward(loss_weight=len(inputs)):
         gradients = gradients_of(inputs)
-    sync.accumulate(gradients, weight=len(inputs))
+    sync.accumulate(gradients, loss_weight=len(inputs))
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class GradientSynchronizer(BufferedSynchronizer):
         # Gradients accumulated since Bucket.keep(); the weight of a micro-batch that the hooks sent, but that the
         # caller has not accumulated yet. Of a late micro-batch also the number of its deferred loss.
         self._late: list[tuple[Sequence[Optional[Any]], float, Optional[int]]] = []
-        self._sent_weight: Optional[float] = None
+        self._sent_loss_weight: Optional[float] = None
         self._has_compared = False
         # Of the micro-batch that is accumulated: whether it counts, a tensor, and the number of its loss, if deferred.
         self._counts: Optional[Any] = None
@@ -145,7 +145,7 @@ class GradientSynchronizer(BufferedSynchronizer):
             self._powersgd.forget()
 
     @contextlib.contextmanager
-    def backward(self, weight: float) -> Iterator[None]:
+    def backward(self, loss_weight: float) -> Iterator[None]:
         """Enclose the last forward and backward pass of an update; an exchange that overlaps begins inside it.
 
         After an exception inside the context, no thread and no partial update remain. If the exchange had begun by
@@ -161,8 +161,8 @@ class GradientSynchronizer(BufferedSynchronizer):
         else:
             for bucket in self.buckets:
                 bucket.scatter = self.scatter
-            self.overlap.begin(self.buckets, weight, self._weight_so_far)
-            self._sent_weight = weight if self.overlap.is_open else None
+            self.overlap.begin(self.buckets, loss_weight, self._loss_weight_so_far)
+            self._sent_loss_weight = loss_weight if self.overlap.is_open else None
         try:
             yield
         except BaseException as error:
@@ -174,59 +174,59 @@ class GradientSynchronizer(BufferedSynchronizer):
             self.overlap.end_backward()
 
     @property
-    def _weight_so_far(self) -> float:
+    def _loss_weight_so_far(self) -> float:
         """Return the weight of this update if all of its deferred losses are finite."""
-        return self._weight + (0.0 if self._header is None else self._header.weight)
+        return self._loss_weight + (0.0 if self._header is None else self._header.loss_weight)
 
     def accumulate(
-        self, gradients: Sequence[Optional[Any]], weight: float = 1.0, *, loss: Optional[Any] = None
+        self, gradients: Sequence[Optional[Any]], loss_weight: float = 1.0, *, loss: Optional[Any] = None
     ) -> None:
-        """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
+        """Add ``loss_weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
 
         Raises:
             ValueError: If the number of gradients or a shape is wrong, or the weight is negative or not finite.
         """
         self.channel.check_open(self.group.rank)
-        super().accumulate(gradients, weight, loss=loss)
+        super().accumulate(gradients, loss_weight, loss=loss)
 
-    def _count(self, gradients: Sequence[Optional[Any]], weight: float, loss: Optional[Any]) -> None:
+    def _count(self, gradients: Sequence[Optional[Any]], loss_weight: float, loss: Optional[Any]) -> None:
         self._counts, self._deferred = None, None
         if loss is None or self._header is None:
-            super()._count(gradients, weight, loss)
+            super()._count(gradients, loss_weight, loss)
         else:
-            self._counts = self._header.add(loss, weight, [gradient is not None for gradient in gradients])
+            self._counts = self._header.add(loss, loss_weight, [gradient is not None for gradient in gradients])
             self._deferred = self._header.last
 
-    def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
+    def _add(self, gradients: Sequence[Optional[Any]], loss_weight: float) -> None:
         overlap = self.overlap
         if not self.overlap.is_open:
-            super()._add(gradients, weight)
+            super()._add(gradients, loss_weight)
             if overlap.is_learning and overlap.seen:
                 overlap.compare(gradients)
                 self._has_compared = True
             return
         # Gradients are kept until the update ends, because the exchange may have to be repeated.
-        self._late.append((list(gradients), weight, self._deferred))
-        if weight != self._sent_weight:
+        self._late.append((list(gradients), loss_weight, self._deferred))
+        if loss_weight != self._sent_loss_weight:
             overlap.problem = overlap.problem or "a micro-step came after the last one, or weighed something else"
             return
-        self._sent_weight = None
+        self._sent_loss_weight = None
         overlap.compare(gradients)
         hooked = set(overlap.seen)
         for index, gradient in enumerate(gradients):
             if gradient is not None and index not in hooked:
-                self._put(index, gradient, weight)
+                self._put(index, gradient, loss_weight)
 
-    def _put(self, index: int, gradient: Any, weight: float) -> None:
+    def _put(self, index: int, gradient: Any, loss_weight: float) -> None:
         if self._powersgd is not None and index in self._powersgd:
-            self._powersgd.put(index, gradient, weight)
+            self._powersgd.put(index, gradient, loss_weight)
             return
         bucket = self._bucket_of[index]
         if self._counts is None:
-            bucket.put(index, gradient, weight)
+            bucket.put(index, gradient, loss_weight)
         else:
             assert isinstance(bucket, DeviceBucket), "losses are deferred on devices only"
-            bucket.put(index, gradient, weight, self._counts)
+            bucket.put(index, gradient, loss_weight, self._counts)
 
     def _reduce(self) -> list[Optional[Any]]:
         self.channel.check_open(self.group.rank)
@@ -238,12 +238,12 @@ class GradientSynchronizer(BufferedSynchronizer):
         # On a device all buckets are exchanged before the header is read, which then has the norm of their sums.
         if self.overlap.is_sending or self._header is not None:
             try:
-                self._spans += self.overlap.finish(self.buckets, self._weight_so_far)
+                self._spans += self.overlap.finish(self.buckets, self._loss_weight_so_far)
             except BaseException as error:
                 self.channel.abandon(error)
                 raise
             self._is_exchanged = True
-        has_problem, has_nonfinite_peer = self.overlap.problem is not None, self._sent_weight is not None
+        has_problem, has_nonfinite_peer = self.overlap.problem is not None, self._sent_loss_weight is not None
         notes = [has_problem, has_nonfinite_peer, self._has_compared and not has_problem]
         used, (num_problems, num_spoilt, num_learnt, num_bad, num_changed) = self._exchange_header(
             notes, self.overlap.has_changed
@@ -272,13 +272,13 @@ class GradientSynchronizer(BufferedSynchronizer):
             return used, np.insert(sums, len(notes), 0.0)
         buckets = [bucket for bucket in self.buckets if isinstance(bucket, DeviceBucket) and bucket.has_result]
         values = self._header.exchange(
-            self.group, np.append(self._used, np.float32(self._weight)),
+            self.group, np.append(self._used, np.float32(self._loss_weight)),
             np.array([self._skipped, *notes], np.float32), changed=last_note,
             squares=[bucket.sum_of_squares() for bucket in buckets],
             are_slices=any(bucket.is_scattered for bucket in buckets),
         )  # fmt: skip
         skipped, *theirs = values.sums
-        self._total_weight = values.weight
+        self._total_loss_weight = values.loss_weight
         self._num_skipped = int(skipped) + values.num_bad
         self.losses, self.sum_of_squares = values.losses, values.sum_of_squares
         return values.used > 0, np.array([*theirs, values.num_bad, values.num_changed])
@@ -298,7 +298,7 @@ class GradientSynchronizer(BufferedSynchronizer):
             marks = np.array([mark is not None for mark in self.reduce()])
         finally:
             self._in_place = False
-        return marks if self.total_weight > 0 else None
+        return marks if self.total_loss_weight > 0 else None
 
     def repack_if_learned(self) -> None:
         """Repack the buckets in the order that was learned in this update, if any; called after the update.
@@ -318,9 +318,9 @@ class GradientSynchronizer(BufferedSynchronizer):
             for bucket in self.buckets:
                 bucket.rollback()
             self._counts = self.sum_of_squares = None
-            for gradients, weight, deferred in self._late:
+            for gradients, loss_weight, deferred in self._late:
                 if deferred is None or np.isfinite(self.losses[deferred]):
-                    super()._add(gradients, weight)
+                    super()._add(gradients, loss_weight)
             self._is_exchanged = False
         if has_problem:
             changed = "a gradient was changed after its backward pass" if float(self.overlap.has_changed) else None
@@ -366,7 +366,7 @@ class GradientSynchronizer(BufferedSynchronizer):
     def _clear(self) -> None:
         self.overlap.clear()
         self._late.clear()
-        self._sent_weight, self._has_compared, self._is_exchanged = None, False, False
+        self._sent_loss_weight, self._has_compared, self._is_exchanged = None, False, False
         self._counts = self._deferred = None
         if self._header is not None:
             self._header.clear()

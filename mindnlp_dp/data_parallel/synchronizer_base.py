@@ -57,7 +57,7 @@ class Synchronizer(abc.ABC):
     Attributes:
         names, parameters: The parameters that the gradients belong to, and their names.
         group: The ranks that exchange gradients.
-        total_weight: The weight of the last reduced update, summed over all ranks.
+        total_loss_weight: The weight of the last reduced update, summed over all ranks.
         num_skipped: The micro-batches of that update that ranks left out with :meth:`skip`, summed over all ranks.
         seconds: The seconds that the computing thread has spent on the exchange, waits for slower ranks included.
         num_bytes, num_calls: This rank's bytes of gradients given to the exchange so far, and its collective calls.
@@ -86,18 +86,18 @@ class Synchronizer(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def total_weight(self) -> float: ...
+    def total_loss_weight(self) -> float: ...
 
     @property
     @abc.abstractmethod
     def num_skipped(self) -> int: ...
 
-    def __call__(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> list[Optional[Any]]:
+    def __call__(self, gradients: Sequence[Optional[Any]], loss_weight: float = 1.0) -> list[Optional[Any]]:
         """Accumulate one micro-batch and reduce, for an update of one micro-batch.
 
         Within :meth:`no_sync` nothing is exchanged, and the gradients are returned unchanged.
         """
-        self.accumulate(gradients, weight)
+        self.accumulate(gradients, loss_weight)
         return list(gradients) if self._exchange_is_off else self.reduce()
 
     @contextlib.contextmanager
@@ -116,11 +116,11 @@ class Synchronizer(abc.ABC):
             self._exchange_is_off = before
 
     @contextlib.contextmanager
-    def backward(self, weight: float) -> Iterator[None]:
+    def backward(self, loss_weight: float) -> Iterator[None]:
         """Enclose the last forward and backward pass of an update; pass its gradients to :meth:`accumulate` afterwards.
 
-        ``weight`` is the weight of these gradients. An exchange that overlaps begins inside this context; otherwise the
-        context does nothing.
+        ``loss_weight`` is the weight of these gradients. An exchange that overlaps begins inside this context;
+        otherwise the context does nothing.
         """
         yield
 
@@ -138,9 +138,9 @@ class Synchronizer(abc.ABC):
 
     @abc.abstractmethod
     def accumulate(
-        self, gradients: Sequence[Optional[Any]], weight: float = 1.0, *, loss: Optional[Any] = None
+        self, gradients: Sequence[Optional[Any]], loss_weight: float = 1.0, *, loss: Optional[Any] = None
     ) -> None:
-        """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
+        """Add ``loss_weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
 
         With a ``loss``, a scalar tensor (only if :attr:`defers_losses`), the micro-batch is left out as by :meth:`skip`
         if the loss turns out to be NaN or infinite.
@@ -183,20 +183,20 @@ class BufferedSynchronizer(Synchronizer):
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._shapes = [tuple(parameter.shape) for parameter in self.parameters]
-        self._total_weight = 0.0
+        self._total_loss_weight = 0.0
         self._num_skipped = 0
         self.channel = open_gradient_channel(self.group)
         self._sent_before = self.channel.bytes_sent or 0
         self._spans: list[tuple[str, float, float]] = []
         # Whether the exchange during the backward pass runs on another thread than the computation.
         self._hides = False
-        self._weight = 0.0
+        self._loss_weight = 0.0
         self._skipped = 0
         self._used = np.zeros(len(named), np.float32)
 
     @property
-    def total_weight(self) -> float:
-        return self._total_weight
+    def total_loss_weight(self) -> float:
+        return self._total_loss_weight
 
     @property
     def num_skipped(self) -> int:
@@ -206,21 +206,23 @@ class BufferedSynchronizer(Synchronizer):
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._weight, self._skipped = 0.0, 0
+        self._loss_weight, self._skipped = 0.0, 0
         self._used[:] = 0
         self._spans.clear()
         self._clear()
 
     def accumulate(
-        self, gradients: Sequence[Optional[Any]], weight: float = 1.0, *, loss: Optional[Any] = None
+        self, gradients: Sequence[Optional[Any]], loss_weight: float = 1.0, *, loss: Optional[Any] = None
     ) -> None:
         if len(gradients) != len(self.parameters):
             raise ValueError(
                 f"expected {len(self.parameters)} gradients, one for each parameter, got {len(gradients)} "
                 f"(rank {self.group.label()})"
             )
-        if not 0 <= weight < float("inf"):
-            raise ValueError(f"a weight must be finite and not negative, got {weight} on rank {self.group.label()}")
+        if not 0 <= loss_weight < float("inf"):
+            raise ValueError(
+                f"a weight must be finite and not negative, got {loss_weight} on rank {self.group.label()}"
+            )
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -232,13 +234,13 @@ class BufferedSynchronizer(Synchronizer):
                     f"(rank {self.group.label()})"
                 )
         # With a weight of zero nothing may be added: zero times NaN would be NaN.
-        if weight > 0:
-            self._count(gradients, weight, loss)
-            self._add(gradients, weight)
+        if loss_weight > 0:
+            self._count(gradients, loss_weight, loss)
+            self._add(gradients, loss_weight)
 
-    def _count(self, gradients: Sequence[Optional[Any]], weight: float, loss: Optional[Any]) -> None:
+    def _count(self, gradients: Sequence[Optional[Any]], loss_weight: float, loss: Optional[Any]) -> None:
         assert loss is None, "a loss is deferred on devices only"
-        self._weight += weight
+        self._loss_weight += loss_weight
         self._used[[index for index, gradient in enumerate(gradients) if gradient is not None]] = 1
 
     def check_shapes(self) -> None:
@@ -250,10 +252,10 @@ class BufferedSynchronizer(Synchronizer):
                     "make a new optimizer and a new train step after it"
                 )
 
-    def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
+    def _add(self, gradients: Sequence[Optional[Any]], loss_weight: float) -> None:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
-                self._put(index, gradient, weight)
+                self._put(index, gradient, loss_weight)
 
     def skip(self) -> None:
         self._skipped += 1
@@ -292,21 +294,21 @@ class BufferedSynchronizer(Synchronizer):
 
         The sum of ``last_note`` comes last; it may be a tensor that a device is still computing.
         """
-        mine = np.array([self._weight, self._skipped, *notes], np.float32)
+        mine = np.array([self._loss_weight, self._skipped, *notes], np.float32)
         header = self.group.all_reduce_header(np.concatenate([self._used, mine]), last_note)
-        used, (weight, skipped, *sums) = header[: len(self._used)], header[len(self._used) :]
-        self._total_weight, self._num_skipped = float(weight), int(skipped)
+        used, (loss_weight, skipped, *sums) = header[: len(self._used)], header[len(self._used) :]
+        self._total_loss_weight, self._num_skipped = float(loss_weight), int(skipped)
         return used > 0, np.array(sums)
 
     def _average(self, used: np.ndarray) -> list[Optional[Any]]:
-        if self.total_weight > 0:
-            return self._exchange(used, 1.0 / self.total_weight)
+        if self.total_loss_weight > 0:
+            return self._exchange(used, 1.0 / self.total_loss_weight)
         if self.num_skipped:
             return [None] * len(self.parameters)
         raise ValueError("no rank had a sample in this update, so no gradient can be averaged")
 
     @abc.abstractmethod
-    def _put(self, index: int, gradient: Any, weight: float) -> None: ...
+    def _put(self, index: int, gradient: Any, loss_weight: float) -> None: ...
 
     @abc.abstractmethod
     def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]: ...
@@ -323,7 +325,7 @@ class MicroStep:
         loss: the mean loss of the micro-batch; if the exchange defers losses, perhaps a scalar tensor.
         gradients: gradients in the order of the synchronizer's parameters; None if the micro-batch has no weight and
             was not computed.
-        weight: the weight of the loss in the mean over ranks and micro-batches.
+        loss_weight: the weight of the loss in the mean over ranks and micro-batches.
         indices: indices of the samples, if known.
         has_nonfinite_peer: whether the gradients contain NaN or infinity from another rank's loss; experts get
             gradients from several ranks.
@@ -333,7 +335,7 @@ class MicroStep:
 
     loss: Any
     gradients: Optional[Sequence[Optional[Any]]]
-    weight: float
+    loss_weight: float
     indices: Optional[np.ndarray] = None
     has_nonfinite_peer: bool = False
     loss_replication: int = 1

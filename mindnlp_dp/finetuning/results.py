@@ -46,7 +46,7 @@ def make_report(
     if hasattr(trainer, "whole"):
         # For a sharded model, every rank computes the digest of the full model.
         backend, global_batch_size = trainer.world.backend, trainer.training_loop.loader.global_batch_size
-        digests = trainer.world.all_gather_object(trainer.whole.digest())
+        digests = trainer.world.all_gather_object(trainer.distributed_model.digest())
         peaks = trainer.world.all_gather_object(peak_memory())
     else:
         # Imported here because it imports MindSpore.

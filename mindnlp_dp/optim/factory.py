@@ -74,7 +74,7 @@ def make_updater(
     if isinstance(synchronizer, GradientSynchronizer):
         synchronizer.scatter = synchronizer.keeps_tensors = False
         synchronizer.before_packing = lambda: None
-    reason = _why_undivided(optimizer, synchronizer)
+    reason = _why_unsharded(optimizer, synchronizer)
     if zero_stage not in (0, "auto") and reason:
         raise ValueError(f"zero_stage={zero_stage} cannot be: {reason}; leave it out, or set it to 0")
     if isinstance(optimizer, mindspore.nn.Optimizer):
@@ -98,8 +98,13 @@ def make_updater(
     if not synchronizer.group.on_device:
         give_back_state(optimizer, synchronizer.parameters)
     # A device slice contains several parameters, and the norm of a sharded model may count only some of them.
-    is_whole = scope.is_whole and not shows_gradients
-    if stage and is_whole and isinstance(synchronizer, GradientSynchronizer) and _can_be_cut(optimizer, synchronizer):
+    is_full = scope.is_full and not shows_gradients
+    if (
+        stage
+        and is_full
+        and isinstance(synchronizer, GradientSynchronizer)
+        and _can_be_sharded(optimizer, synchronizer)
+    ):
         from mindnlp_dp.optim.device_updater import DeviceUpdater
 
         return DeviceUpdater(optimizer, synchronizer, stage, scheduler)
@@ -114,7 +119,7 @@ def make_updater(
 
 def _check_scope(optimizer: Any, synchronizer: Synchronizer, scope: ModelScope) -> None:
     """Raise ValueError if this optimizer cannot update a model that is sharded over ranks."""
-    if scope.is_whole:
+    if scope.is_full:
         return
     from mindnlp_dp.optim import LAMB, LARS
 
@@ -125,7 +130,7 @@ def _check_scope(optimizer: Any, synchronizer: Synchronizer, scope: ModelScope) 
         )
     if not isinstance(synchronizer, (GradientSynchronizer, MultiGroupSynchronizer)):
         raise ValueError("MindSpore's reducer exchanges gradients over all ranks, but some ranks have other shards")
-    if isinstance(optimizer, (LAMB, LARS)) and scope.has_cut_parameters:
+    if isinstance(optimizer, (LAMB, LARS)) and scope.has_sharded_parameters:
         raise ValueError(
             f"{type(optimizer).__name__} needs the norm of each whole parameter, of which ranks have parts (tp > 1); "
             "use AdamW, Adam or SGD"
@@ -198,7 +203,7 @@ def _warn_of_unknown_optimizer(optimizer: Any, synchronizer: Synchronizer, stage
         )
 
 
-def _can_be_cut(optimizer: Any, synchronizer: GradientSynchronizer) -> bool:
+def _can_be_sharded(optimizer: Any, synchronizer: GradientSynchronizer) -> bool:
     """Return whether each device can update its slices of flat tensors; if not, full parameters are assigned."""
     return (
         synchronizer.group.on_device
@@ -207,7 +212,7 @@ def _can_be_cut(optimizer: Any, synchronizer: GradientSynchronizer) -> bool:
     )
 
 
-def _why_undivided(optimizer: Any, synchronizer: Synchronizer) -> str:
+def _why_unsharded(optimizer: Any, synchronizer: Synchronizer) -> str:
     """Return the reason why every rank must update everything, or an empty string if the update can be sharded."""
     if isinstance(optimizer, mindspore.nn.Optimizer):
         return "optimizers of mindspore.nn update all of their parameters in one call"
@@ -236,8 +241,8 @@ def _stage(zero_stage: Union[int, str], synchronizer: Synchronizer, *, has_rule:
             "between hosts, weights would need more bandwidth than gradients, whose blocks of zeros are not sent",
         ),
     )
-    for is_so, reason in reasons:
-        if is_so:
+    for applies, reason in reasons:
+        if applies:
             return 0, reason
     if group.local_world_size < group.world_size:
         return 1, "the ranks of each host share one set of weights, and each updates its slice; so does every host"

@@ -79,47 +79,47 @@ class FlatUpdater(MindNLPUpdater):
         self._num_moved = 0
         self._owners = _owners_of.setdefault(optimizer, OptimizerStateRegistry())
         self._shards: Optional[StateShards] = None
-        self._partition: Optional[tuple[int, ...]] = None
-        self._cut: list[Segment] = []
+        self._runs: Optional[tuple[int, ...]] = None
+        self._segments: list[Segment] = []
         synchronizer.scatter = (
             zero_stage == 2 and shard_scope == "world" and isinstance(synchronizer.channel, HostChannel)
         )
-        synchronizer.before_packing = self._let_go
+        synchronizer.before_packing = self._release_views
         self._arrange()
 
-    def _let_go(self) -> None:
+    def _release_views(self) -> None:
         """Drop every view of the bucket memory before the buckets are repacked."""
-        self.place.release_views()
-        self._partition, self._cut = None, []
+        self.partition.release_views()
+        self._runs, self._segments = None, []
 
     def _arrange(self) -> None:
         """Arrange weights and state for the current buckets. A collective."""
-        self.place = Partition(self._sync, shard_scope=self._shard_scope, may_share=self._may_share)
+        self.partition = Partition(self._sync, shard_scope=self._shard_scope, may_share=self._may_share)
         self._sums.fill(0)
-        self.place.sums_view(functools.partial(self._blocks.put, self._sums))
+        self.partition.sums_view(functools.partial(self._blocks.put, self._sums))
         self._adopt_state(self._new_shards())
 
     def _new_shards(self) -> StateShards:
         return StateShards(
-            self._rule.state_names, self._shapes, self.place.updated, self.place.state_numel, self._group,
-            is_whole=self.zero_stage == 0,
+            self._rule.state_names, self._shapes, self.partition.updated, self.partition.state_numel, self._group,
+            is_full=self.zero_stage == 0,
         )  # fmt: skip
 
     # The update.
 
     def average(self, synchronizer: Any) -> Optional[np.ndarray]:
         used, self._scale = synchronizer.reduce_in_place(), 1.0
-        if self._sync.buckets is not self.place.buckets:
+        if self._sync.buckets is not self.partition.buckets:
             self._arrange()
-            self.place.read_sums()
+            self.partition.read_sums()
         return used
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         return Updater.clip(self, gradients, max_norm)
 
-    def show(self, gradients: Any, look: Callable[[], None]) -> Any:
+    def call_with_gradients(self, gradients: Any, before_update: Callable[[], None]) -> Any:
         # The gradients are in the buckets, and on several ranks each has a part of them.
-        return Updater.show(self, gradients, look)
+        return Updater.call_with_gradients(self, gradients, before_update)
 
     def scale(self, gradients: Any, factor: float) -> Any:
         self._scale = factor
@@ -138,7 +138,7 @@ class FlatUpdater(MindNLPUpdater):
         """
         # A bucket that no rank used in this update still has the sums of an earlier one.
         mine = np.where(gradients[self._blocks.owners], self._sums, 0)
-        notes = [float(len(self.place.weights.moved())), float(not self.follows_optimizer())]
+        notes = [float(len(self.partition.weights.moved())), float(not self.follows_optimizer())]
         everyone = self._group.all_reduce(np.append(mine, notes), every_step=True)
         sums, self._num_moved, num_changed = everyone[:-2], int(everyone[-2]), int(everyone[-1])
         if num_changed:
@@ -148,7 +148,7 @@ class FlatUpdater(MindNLPUpdater):
                 "group has maximize or amsgrad. Do that on every rank before training begins: in on_train_begin at "
                 "the latest, or before make_train_step"
             )
-        if self._scope.is_whole:
+        if self._scope.is_full:
             return math.sqrt(sums.sum())
         by_parameter = np.bincount(self._blocks.owners, weights=sums, minlength=len(self.parameters))
         return math.sqrt(self._scope.total(by_parameter))
@@ -158,7 +158,7 @@ class FlatUpdater(MindNLPUpdater):
 
     def update(self, gradients: Any) -> None:
         if self._num_moved:
-            self.place.weights.write_back(self._group, writes=self.place.writes, wait=self.place.wait)
+            self.partition.weights.write_back(self._group, writes=self.partition.writes, wait=self.partition.wait)
         self._take_back()
         steps = self._state.steps
         for index in np.flatnonzero(gradients):
@@ -167,17 +167,17 @@ class FlatUpdater(MindNLPUpdater):
         update = UpdateContext(self._scale, self._scratch, self._groups(), steps, self._blocks, self._add)
         self._rule.apply(segments, update)
         if self.zero_stage:
-            self.place.publish(self._group.all_gather)
-        self.place.weights.broadcast_scalars()
+            self.partition.publish(self._group.all_gather)
+        self.partition.weights.broadcast_scalars()
         self._show_state()
         # A scheduler checks this attribute.
         self.optimizer._opt_called = True
 
     def release(self) -> None:
-        self.place.release()
+        self.partition.release()
 
     def unshare(self) -> None:
-        self.place.weights.unshare()
+        self.partition.weights.unshare()
 
     def _groups(self) -> list[Any]:
         """Return the optimizer's group of every parameter; None for a parameter that it does not update."""
@@ -191,16 +191,16 @@ class FlatUpdater(MindNLPUpdater):
     def _segments(self, used: np.ndarray) -> list[Segment]:
         """Return the segments to update, split where hyperparameters change; reused if the split is the same."""
         numbers: dict[Any, int] = {}
-        partition = []
+        runs = []
         for index, group in enumerate(self._groups()):
             if used[index] and group is not None:
                 key = self._rule.key(group, self._state.steps[index])
-                partition.append(numbers.setdefault(key, len(numbers)))
+                runs.append(numbers.setdefault(key, len(numbers)))
             else:
-                partition.append(-1)
-        if tuple(partition) != self._partition:
-            self._partition, self._cut = tuple(partition), self.place.segments(partition, self._state.arrays)
-        return self._cut
+                runs.append(-1)
+        if tuple(runs) != self._runs:
+            self._runs, self._segments = tuple(runs), self.partition.segments(runs, self._state.arrays)
+        return self._segments
 
     # The optimizer's state.
 
@@ -216,7 +216,7 @@ class FlatUpdater(MindNLPUpdater):
         own = {id(p): state for p in self.parameters if (state := self.optimizer.state.pop(p, None))}
         self._owners.adopt(own)
         self._owners.transfer(self.parameters, shards)
-        self._shards, self._partition = shards, None
+        self._shards, self._runs = shards, None
         self._show_state()
 
     def _take_back(self) -> None:
@@ -254,14 +254,14 @@ class FlatUpdater(MindNLPUpdater):
                 if sharded and self.zero_stage:
                     state[number][name] = self._state.pieces(index, name)
                     continue
-                whole = self._state.whole(index, name)
+                full = self._state.full(index, name)
                 if keep:
-                    state[number][name] = from_host(whole, "float32")
+                    state[number][name] = from_host(full, "float32")
         groups = self.optimizer.state_dict()["param_groups"]
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        if self._sync.buckets is not self.place.buckets:
+        if self._sync.buckets is not self.partition.buckets:
             self._arrange()
         self.optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -39,7 +39,7 @@ def estimate(
     Raises:
         ValueError: the sizes do not fit together.
     """
-    stages, firsts = stages_of_mesh(mesh), layers_of(model, len(model.cuts) + 1)
+    stages, firsts = stages_of_mesh(mesh), layers_of(model, len(model.split_points) + 1)
     pp = len(stages)
     for sharing in stages:
         problem = mesh_problem(model, pp, sharing, batch, len(firsts))

@@ -113,7 +113,7 @@ def predict(
     if batch % total:
         raise ValueError(f"{rows} rows with {micro_batch} samples each do not divide {batch} samples")
     search = Candidates(model, cluster, batch, zero_stage, [schedule], float("inf"))
-    firsts = layers_of(model, len(model.cuts) + 1)
+    firsts = layers_of(model, len(model.split_points) + 1)
     for sharing in stages:
         problem = mesh_problem(model, pp, sharing, batch, len(firsts))
         if not problem and total % sharing.num_data:

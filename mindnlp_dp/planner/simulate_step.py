@@ -104,7 +104,7 @@ def _blocks(search: Candidates, first: int, last: int) -> Optional[tuple[int, in
     model = search.model
     if not model.blocks:
         return None
-    places = [0, *model.cuts, len(model.graph.operators)]
+    places = [0, *model.split_points, len(model.graph.operators)]
     return model.blocks[places.index(first)], model.blocks[places.index(last + 1)]
 
 

@@ -137,16 +137,16 @@ def _play(
         order, at, now = orders[stage], done[stage], free[stage]
         while at < len(order):
             kind, number = order[at]
-            came = arrived[kind][stage][number]
+            arrival = arrived[kind][stage][number]
             place = stage - 1 if kind == FORWARD else stage
-            if came is None or (in_order and 0 <= place < num_stages - 1 and due[place][0] != (kind, number)):
+            if arrival is None or (in_order and 0 <= place < num_stages - 1 and due[place][0] != (kind, number)):
                 break
             if in_order and 0 <= place < num_stages - 1:
                 due[place].popleft()
-                came = idle[place] = max(came, now, idle[place]) + ways[place]
+                arrival = idle[place] = max(arrival, now, idle[place]) + ways[place]
                 ready.append(place + (kind == BACKWARD))
             at += 1
-            began = max(now, came)
+            began = max(now, arrival)
             now = began + times[kind][stage]
             if record is not None:
                 record(stage, kind, number, began, now)

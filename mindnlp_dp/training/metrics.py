@@ -38,9 +38,9 @@ class LossMeter:
         self._since_log = np.zeros(2)
         self._logged = np.zeros(2)
 
-    def add(self, loss: float, weight: float) -> None:
+    def add(self, loss: float, loss_weight: float) -> None:
         """Add the loss of one micro-batch of this rank."""
-        self._since_log += loss * weight, weight
+        self._since_log += loss * loss_weight, loss_weight
 
     def mean_since_log(self) -> float:
         """Return the mean over all ranks since the last call of this method; NaN if there was none. A collective."""
@@ -109,9 +109,9 @@ def report_nonfinite_loss(mine: Sequence[NonFiniteLoss], group: ProcessGroup, go
     return True
 
 
-def warn_of_no_weight(total_weight: float, step: int) -> None:
+def warn_of_no_weight(total_loss_weight: float, step: int) -> None:
     """Warn that an update has a total weight of 0 over all ranks, so that its loss would be 0 / 0."""
-    if total_weight == 0:
+    if total_loss_weight == 0:
         warnings.warn(
             f"the losses of update {step} weigh nothing on any rank, as where all labels are -100; the update is left "
             "out",

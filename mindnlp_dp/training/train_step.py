@@ -3,7 +3,7 @@
 It takes the micro-steps of an update as they are computed, each with its loss, gradients and weight. After the step all
 ranks have the same weights. It does not depend on models or trainers::
 
-    micro-steps ── accumulate (weight * gradient) ── reduce ── clip ── optimizer ── scheduler
+    micro-steps ── accumulate (loss_weight * gradient) ── reduce ── clip ── optimizer ── scheduler
                         no communication         1 all-reduce per bucket  (mindnlp_dp.optim)
 """
 
@@ -35,7 +35,7 @@ class _SeenLoss:
     """The loss of a micro-step; a deferred one is None until the exchange has read it."""
 
     value: Optional[float]
-    weight: float
+    loss_weight: float
     indices: tuple[int, ...]
     is_counted: bool = True
 
@@ -86,16 +86,16 @@ class TrainStep:
         sync = self.synchronizer
         losses, bad = self._read(seen, step)
         if sync.num_skipped and not report_nonfinite_loss(bad, sync.group, go_on=self.leave_out_bad_losses):
-            warn_of_no_weight(sync.total_weight, step)
+            warn_of_no_weight(sync.total_loss_weight, step)
         with heartbeat.waiting("the update"):
             result = self.updater.step(
-                gradients if sync.total_weight > 0 else None, self.max_grad_norm,
+                gradients if sync.total_loss_weight > 0 else None, self.max_grad_norm,
                 span=functools.partial(self.timeline.span, step=step),
                 on_problem=functools.partial(report_nonfinite_gradient, step=step, go_on=self.leave_out_bad_losses),
                 before_update=self._before_update, after_update=self._complete_update,
             )  # fmt: skip
-        for loss, weight in losses:
-            self.losses.add(loss, weight)
+        for loss, loss_weight in losses:
+            self.losses.add(loss, loss_weight)
         sync.repack_if_learned()
         heartbeat.finish_update(step + 1, losses)
         return result.norm
@@ -119,10 +119,10 @@ class TrainStep:
             if loss.value is None:
                 loss.value = next(deferred)
         known = [(loss, math.nan if loss.value is None else loss.value) for loss in seen]
-        self.last_losses = [(value, loss.weight) for loss, value in known if loss.weight > 0]
+        self.last_losses = [(value, loss.loss_weight) for loss, value in known if loss.loss_weight > 0]
         label = self.synchronizer.group.label()
         bad = [NonFiniteLoss(value, label, step, loss.indices) for loss, value in known if not math.isfinite(value)]
-        return [(value, loss.weight) for loss, value in known if loss.is_counted and math.isfinite(value)], bad
+        return [(value, loss.loss_weight) for loss, value in known if loss.is_counted and math.isfinite(value)], bad
 
     def _accumulate(self, micro_steps: Iterable[MicroStep]) -> list[_SeenLoss]:
         """Accumulate the micro-steps of an update; return their losses."""
@@ -136,19 +136,19 @@ class TrainStep:
                     continue
                 is_deferred = not isinstance(micro.loss, numbers.Real)
                 indices = () if micro.indices is None else tuple(micro.indices.tolist())
-                loss = _SeenLoss(None if is_deferred else float(micro.loss), micro.weight, indices)
+                loss = _SeenLoss(None if is_deferred else float(micro.loss), micro.loss_weight, indices)
                 seen.append(loss)
                 if is_deferred or (math.isfinite(micro.loss) and not micro.has_nonfinite_peer):
                     if self._adapters is not None:
-                        self._adapters.look(micro.gradients)
+                        self._adapters.observe(micro.gradients)
                     # A parameter may have been frozen after training began: as in PyTorch, it is not updated.
                     pairs = zip(sync.parameters, micro.gradients)
                     gradients = [gradient if parameter.requires_grad else None for parameter, gradient in pairs]
-                    weight = micro.weight / micro.loss_replication
+                    loss_weight = micro.loss_weight / micro.loss_replication
                     if is_deferred:
-                        sync.accumulate(gradients, weight, loss=micro.loss)
+                        sync.accumulate(gradients, loss_weight, loss=micro.loss)
                     else:
-                        sync.accumulate(gradients, weight)
+                        sync.accumulate(gradients, loss_weight)
                 else:
                     sync.skip()
                     loss.is_counted = False

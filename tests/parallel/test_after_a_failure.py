@@ -125,7 +125,7 @@ def test_half_a_window_of_a_loop_is_dropped_with_its_loss():
 
     # With a known weight, the loss is not computed to compare it.
     step = dp.make_train_step(
-        forward, optimizer, list(network.trainable_params()), accumulation_steps=3, weight_of=lambda batch: 4
+        forward, optimizer, list(network.trainable_params()), accumulation_steps=3, loss_weight_of=lambda batch: 4
     )
     x = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
     batch = (mindspore.Tensor(x), mindspore.Tensor(np.zeros(4, np.int32)))

@@ -21,7 +21,7 @@ from models import alone, train, weights
 
 if not is_0_5:
     # The first name is an autouse fixture for every test here.
-    from cut_models import one_mesh_at_a_time, whole_weights  # noqa: F401
+    from sharded_models import one_mesh_at_a_time, whole_weights  # noqa: F401
 
 MOST = 1e-5
 # With MindNLP 0.5 no exchange overlaps with the backward pass.
@@ -82,7 +82,7 @@ def trained_cells(group, sizes, weight=None):
     model = dp.convert_sync_batchnorm(Cells())
     model.set_train()
     optimizer = mindspore.nn.SGD(model.trainable_params(), 0.05)
-    step = dp.make_train_step(model, optimizer, optimizer.parameters, group=group, zero_stage=0, weight_of=weight)
+    step = dp.make_train_step(model, optimizer, optimizer.parameters, group=group, zero_stage=0, loss_weight_of=weight)
     rng = np.random.default_rng(1)
     bounds = np.cumsum([0, *sizes])
     for _ in range(4):
@@ -257,7 +257,7 @@ def contrastive(group, over, sizes, **options):
 @pytest.mark.core
 @pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (7, 1, 3, 2), (0, 5, 2, 2), (5, 0, 0, 3)])
 @pytest.mark.parametrize("over", ["both", "candidates"])
-@pytest.mark.parametrize("options", [{}, {"weight_of": lambda rows: 10 * len(rows["a"])}])
+@pytest.mark.parametrize("options", [{}, {"loss_weight_of": lambda rows: 10 * len(rows["a"])}])
 def test_in_batch_negatives(group, over, sizes, options):
     """A loss over all rows on every rank, and one of this rank's rows and all candidates, give the same model."""
     sizes = sizes[: group.world_size]

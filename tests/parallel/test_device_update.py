@@ -157,7 +157,7 @@ def train_with_a_bad_loss(group, overlap):
     weight = nn.Parameter(mindspore.Tensor(np.linspace(0.5, 1.5, 12, dtype=np.float32)))
     step = dp.make_train_step(
         lambda x: ((weight * x) ** 2).mean(), optim.SGD([weight], lr=0.1), [weight], accumulation_steps=2,
-        max_grad_norm=0.5, zero_stage=0, overlap=overlap, weight_of=len, group=group,
+        max_grad_norm=0.5, zero_stage=0, overlap=overlap, loss_weight_of=len, group=group,
     )  # fmt: skip
     losses, norms = [], []
     for update in range(6):

@@ -20,7 +20,7 @@ from models import alone, train, weights
 
 if not is_0_5:
     # The first name is an autouse fixture for every test here.
-    from cut_models import one_mesh_at_a_time, whole_weights  # noqa: F401
+    from sharded_models import one_mesh_at_a_time, whole_weights  # noqa: F401
 
 MOST = 1e-5
 RATE = 0.1

@@ -9,7 +9,8 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
-from cut_models import (
+from mindnlp.core import optim
+from sharded_models import (
     BACK,
     HAS_MESSAGES,
     IS_MPI,
@@ -27,7 +28,6 @@ from cut_models import (
     pieces_of,
     trained_by_trainer,
 )  # fmt: skip
-from mindnlp.core import optim
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
@@ -501,7 +501,7 @@ def test_a_plan_of_ones_own(group):
     mesh = dp.init_device_mesh({"tp": group.world_size})
     plan = ShardingPlan(TensorPlan({"*intermediate.dense": "colwise", "*layer.?.output.dense": "rowwise"}))
     model = dp.parallelize(build("bert"), mesh, plan)
-    cut = {name for name in model.parallel.placements if model.parallel.placements[name].cut is not None}
+    cut = {name for name in model.parallel.placements if model.parallel.placements[name].shard is not None}
     assert len(cut) == 3 * 4
     train(model, "bert", pieces_of(mesh, 1))
     assert_close(model, "bert")

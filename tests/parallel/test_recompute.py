@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cut_models import IS_MPI, crashed, needs_mpi, one_mesh_at_a_time, pieces_of, trained_by_trainer
+from sharded_models import IS_MPI, crashed, needs_mpi, one_mesh_at_a_time, pieces_of, trained_by_trainer
 from tiny_transformers import build, train, whole_weights
 
 import mindnlp_dp as dp

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cut_models import IS_MPI, assert_close, of_one_process, one_mesh_at_a_time, pieces_of, trained_by_trainer
 from mindnlp.core import optim
 from mindspore import Tensor
+from sharded_models import IS_MPI, assert_close, of_one_process, one_mesh_at_a_time, pieces_of, trained_by_trainer
 from tiny_transformers import DECODERS, LENGTH, LORA, VOCAB, build, train, whole_weights
 
 import mindnlp_dp as dp
@@ -214,7 +214,7 @@ def test_a_custom_loss_of_the_logits(group):
         parameters = list(model.parameters())
         step = dp.make_train_step(
             lambda **inputs: loss_of(model, **inputs), optim.SGD(parameters, lr=0.1), parameters, group=group,
-            weight_of=lambda batch: len(batch["input_ids"]), model=model,
+            loss_weight_of=lambda batch: len(batch["input_ids"]), model=model,
         )  # fmt: skip
         each = 4 // num_ranks
         step({"input_ids": columns["input_ids"][rank * each : (rank + 1) * each]})
@@ -257,7 +257,7 @@ def test_the_trainer_evaluates_and_predicts_whole_rows(group, tmp_path):
 
 @pytest.mark.core
 def test_a_run_is_resumed_on_meshes_with_and_without_sp(group, shared_tmp_path):
-    from cut_models import assert_taken_up
+    from sharded_models import assert_taken_up
 
     meshes = {2: ["sp=2", "tp=2", "dp=2"], 4: ["dp=2,sp=2", "dp=2,tp=2", "dp=4"]}[WORLD_SIZE]
     whole = trained_by_trainer(group, meshes[0], shared_tmp_path / "whole")
@@ -294,7 +294,10 @@ def test_a_wrong_plan_is_found_by_the_check(group):
     """Queries that no layer exchanges have another shape, and values that are exchanged twice another order."""
     stock = plan_for(build("llama")).tensor
     layers = {pattern: style for pattern, style in stock.layers.items() if "k_proj" not in pattern}
-    plan = ShardingPlan(TensorPlan(layers, stock.divided, stock.apart, stock.head), plan_for(build("llama")).pipeline)
+    plan = ShardingPlan(
+        TensorPlan(layers, stock.per_rank_attributes, stock.sharded_dropout, stock.head),
+        plan_for(build("llama")).pipeline,
+    )
     with pytest.raises(ValueError, match="failed in the check of the plan|the plan is wrong"):
         dp.parallelize(build("llama"), make_mesh(), plan, check=rows_of([8, 8]))
     model = dp.parallelize(build("llama"), make_mesh(), check=rows_of([9, 7]))

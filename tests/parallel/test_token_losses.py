@@ -23,7 +23,7 @@ from models import alone, train, weights
 
 if not is_0_5:
     # The first name is an autouse fixture for every test here.
-    from cut_models import one_mesh_at_a_time, whole_weights  # noqa: F401
+    from sharded_models import one_mesh_at_a_time, whole_weights  # noqa: F401
 
 CORE_HEADS = (
     "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration", "BertForQuestionAnswering",
@@ -137,7 +137,7 @@ def test_a_tuple_of_arguments_has_their_names(group):
     parameters = list(model.parameters())
     step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters)
     step((mindspore.Tensor(ids), mindspore.Tensor(labels)))
-    assert step.synchronizer.total_weight == group.world_size * np.count_nonzero(labels[:, 1:] != IGNORED)
+    assert step.synchronizer.total_loss_weight == group.world_size * np.count_nonzero(labels[:, 1:] != IGNORED)
 
 
 @pytest.mark.core
@@ -211,7 +211,7 @@ class OwnLossByLabels(OwnLoss):
 def test_a_loss_of_ones_own_is_weighed_by_rows_and_said_so_once(group, tmp_path):
     model_class = find("GPT2LMHeadModel")
     rows = samples(model_class, build(model_class), 8 * group.world_size)
-    cures = "the loss of OwnLoss's own compute_loss is a mean of.*loss_weight.*weight_of=.*count_labels"
+    cures = "the loss of OwnLoss's own compute_loss is a mean of.*loss_weight.*loss_weight_of=.*count_labels"
     with pytest.warns(RuntimeWarning, match=cures) as caught:
         train(build(model_class), rows, tmp_path, OwnLoss, **settings(group, 1))
     assert sum("is a mean of" in str(each.message) for each in caught) == 1

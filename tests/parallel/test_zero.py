@@ -281,7 +281,7 @@ def test_two_hosts_train_what_one_rank_trains(two_hosts, group, alone, optimizer
     reference, job = Job(optimizer, alone, 0), Job(optimizer, group, zero_stage)
     assert reference.run(12) == job.run(12)
     assert_same(job.weights(), reference.weights())
-    assert job.updater.place.shares_memory == (zero_stage != 0)
+    assert job.updater.partition.shares_memory == (zero_stage != 0)
     # A job of one rank can resume from the state that the hosts hold in shards.
     saved = materialize(job.updater.optimizer_state())
     assert saved["state"].keys() == reference.updater.optimizer_state()["state"].keys()
@@ -309,7 +309,7 @@ def test_no_memory_to_share_weights(no_memory_for_weights, group, alone, zero_st
     reference, job = Job("adamw", alone, 0), Job("adamw", group, zero_stage)
     assert reference.run(6) == job.run(6)
     assert_same(job.weights(), reference.weights())
-    assert not job.updater.place.shares_memory
+    assert not job.updater.partition.shares_memory
     job.sync.pack_in_order(range(len(SHAPES)))
     assert reference.run(3) == job.run(3)
     assert_same(job.weights(), reference.weights())
@@ -348,12 +348,12 @@ def test_ranks_of_a_host_share_weights(group):
         job.parameters[4].asnumpy()[0] = 77.0
     group.barrier()
     is_shared = group.backend == "mpi" and group.world_size > 1
-    assert job.updater.place.shares_memory == is_shared
+    assert job.updater.partition.shares_memory == is_shared
     assert (job.parameters[4].asnumpy()[0] == 77.0) == (is_shared or group.is_main)
     group.barrier()
     job.parameters[4].asnumpy()[0] = before[4][0]
     group.barrier()
-    assert not job.updater.place.weights.moved()
+    assert not job.updater.partition.weights.moved()
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
@@ -363,9 +363,9 @@ def test_a_parameter_that_was_assigned_to_is_put_back_with_its_new_value(group, 
         job.run(3)
         job.parameters[0].assign_value(mindspore.Tensor(np.full((300, 77), 0.5, np.float32)))
         job.parameters[1].assign_value(mindspore.Tensor(np.float32(2.0)))
-        assert job.updater.place.weights.moved() == [0, 1]
+        assert job.updater.partition.weights.moved() == [0, 1]
         job.run(1)
-        assert job.updater.place.weights.moved() == []
+        assert job.updater.partition.weights.moved() == []
         job.run(2)
     assert_same(jobs[1].weights(), jobs[0].weights())
 

@@ -542,7 +542,7 @@ def test_a_micro_step_whose_deferred_loss_is_nan_is_left_out(group, parameters, 
     np.testing.assert_array_equal(sync.losses, [np.nan if n in bad else values[n] for n in range(3)])
     # The simulated rank has left out the same micro-batches.
     assert sync.num_skipped == 2 * len(bad)
-    assert sync.total_weight == 2 * sum(weights[n] for n in good)
+    assert sync.total_loss_weight == 2 * sum(weights[n] for n in good)
     assert sync.overlap.off_reason == ("" if overlap else "not asked for")
     # The next update has forgotten them.
     np.testing.assert_array_equal(run_update(sync, parameters, 3.0)[0].asnumpy(), 3)
@@ -591,7 +591,7 @@ def test_an_error_of_the_device_comes_with_the_next_read_and_leaves_no_partial_w
         sync.reduce()
     for shape, mean in zip(SHAPES, run_update(sync, parameters, 3.0)):
         np.testing.assert_array_equal(mean.asnumpy(), np.full(shape, 3, np.float32))
-    assert sync.total_weight == 2 * 4.0
+    assert sync.total_loss_weight == 2 * 4.0
 
 
 def test_the_result_of_an_asynchronous_sum_is_not_there_before_the_stream_waits(monkeypatch):

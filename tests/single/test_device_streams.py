@@ -57,7 +57,7 @@ class NumberedPipeline(Pipeline):
         self.received = []
         self._broken_by = ""
 
-    def _tells_losses(self, batch):
+    def _reports_losses(self, batch):
         return False
 
     def _check(self, kind, share, came, stage):

@@ -20,9 +20,9 @@ from mindnlp_dp.data_parallel.buckets.layout import BucketLayout
 class Bucket(abc.ABC):
     """Holds the gradients of one bucket, from accumulation to the exchanged result.
 
-    ``put`` adds ``weight * gradient`` to a slot, ``start`` scales the accumulated values and begins the sum over the
-    ranks, ``wait`` waits for the sum, ``get`` returns a copy of one slot of the result, ``release`` says that this rank
-    does not need the result any more, and ``clear`` empties the bucket. An empty slot counts as zeros. ``snapshot``
+    ``put`` adds ``loss_weight * gradient`` to a slot, ``start`` scales the accumulated values and begins the sum over
+    the ranks, ``wait`` waits for the sum, ``get`` returns a copy of one slot of the result, ``release`` says that this
+    rank does not need the result any more, and ``clear`` empties the bucket. An empty slot counts as zeros. ``snapshot``
     saves the accumulated values, and ``rollback`` returns to them, before or after the exchange.
 
     Attributes:
@@ -43,7 +43,7 @@ class Bucket(abc.ABC):
         self._slots = {slot.index: slot for slot in layout.slots}
 
     @abc.abstractmethod
-    def put(self, index: int, gradient: Any, weight: float) -> None: ...
+    def put(self, index: int, gradient: Any, loss_weight: float) -> None: ...
 
     @abc.abstractmethod
     def snapshot(self) -> None: ...

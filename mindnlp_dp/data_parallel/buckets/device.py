@@ -64,22 +64,22 @@ class DeviceBucket(Bucket):
         self.own_slice: Optional[Any] = None
         self._on_host: Optional[np.ndarray] = None
 
-    def put(self, index: int, gradient: Any, weight: float, counts: Optional[Any] = None) -> None:
-        """Add ``weight * gradient`` to a slot, or zeros if ``counts``, a boolean scalar on the device, is false."""
-        weight_before, dtype_before, counts_before = self._kind
-        is_alike = weight == weight_before and gradient.dtype == dtype_before and counts is counts_before
+    def put(self, index: int, gradient: Any, loss_weight: float, counts: Optional[Any] = None) -> None:
+        """Add ``loss_weight * gradient`` to a slot, or zeros if ``counts``, a boolean on the device, is false."""
+        loss_weight_before, dtype_before, counts_before = self._kind
+        is_alike = loss_weight == loss_weight_before and gradient.dtype == dtype_before and counts is counts_before
         if index in self._waiting or not is_alike:
             self._add_waiting()
-        self._waiting[index], self._kind = gradient, (weight, gradient.dtype, counts)
+        self._waiting[index], self._kind = gradient, (loss_weight, gradient.dtype, counts)
         if len(self._waiting) == len(self.layout.slots):
             self._add_waiting()
 
     def _add_waiting(self) -> None:
         if not self._waiting:
             return
-        weight, dtype, counts = self._kind
+        loss_weight, dtype, counts = self._kind
         flat = self._flattened(self._waiting, dtype)
-        part = (flat if dtype == self._sum_dtype else flat.astype(self._sum_dtype)) * weight
+        part = (flat if dtype == self._sum_dtype else flat.astype(self._sum_dtype)) * loss_weight
         if counts is not None:
             # Not a product: zero times NaN is NaN.
             part = self._ms.ops.where(counts, part, self._ms.ops.zeros_like(part))

@@ -65,13 +65,13 @@ class HostBucket(Bucket):
         slot = self._slots[index]
         return self._buffer[slot.offset : slot.offset + slot.numel].reshape(slot.shape)
 
-    def put(self, index: int, gradient: Any, weight: float) -> None:
+    def put(self, index: int, gradient: Any, loss_weight: float) -> None:
         view, host, dtype = self._view(index), to_host(gradient), self._buffer.dtype
         # Without dtype, NumPy would multiply in the gradient's precision instead of the buffer's.
         if index in self._filled:
-            view += np.multiply(host, weight, dtype=dtype)
+            view += np.multiply(host, loss_weight, dtype=dtype)
         else:
-            np.multiply(host, weight, out=view, dtype=dtype)
+            np.multiply(host, loss_weight, out=view, dtype=dtype)
             self._filled.add(index)
 
     def _fill_gaps(self) -> None:

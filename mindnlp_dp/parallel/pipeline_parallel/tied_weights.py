@@ -39,19 +39,19 @@ class TiedParameter:
         placement, mesh = self.placement, self.placements.mesh
         if placement is None:
             return self.group.all_reduce(mine)
-        whole = np.zeros(placement.shape, mine.dtype)
-        if placement.cut is not None:
-            placement.cut.put(mine, whole, mesh.index("tp"), mesh.sizes["tp"])
+        full = np.zeros(placement.shape, mine.dtype)
+        if placement.shard is not None:
+            placement.shard.put(mine, full, mesh.index("tp"), mesh.sizes["tp"])
         elif mesh.index("tp") == 0:
-            whole = mine
-        return np.ascontiguousarray(self.placements.part(placement, self.group.all_reduce(whole)))
+            full = mine
+        return np.ascontiguousarray(self.placements.part(placement, self.group.all_reduce(full)))
 
     def resync(self) -> None:
         """Copy the first stage's value to all stages, if stages differ. It is then a collective of ``group``."""
         placement = self.placement
         if placement is None:
             return
-        value = self.placements.whole(placement, to_host(self.parameter), group=self.group)
+        value = self.placements.full(placement, to_host(self.parameter), group=self.group)
         if self.placements.mesh.index("pp") != min(placement.stages):
             mine = np.ascontiguousarray(self.placements.part(placement, value))
             set_weight(self.parameter, from_host(mine, placement.dtype))
@@ -65,19 +65,19 @@ class TiedGradients:
         self._ties = [(places[id(tie.parameter)], tie) for tie in ties if id(tie.parameter) in places]
         self._sums = [np.zeros(tuple(tie.parameter.shape), np.float32) for _, tie in self._ties]
 
-    def take(self, gradients: list[Optional[Any]], weight: float) -> list[Optional[Any]]:
+    def take(self, gradients: list[Optional[Any]], loss_weight: float) -> list[Optional[Any]]:
         """Add the weighted tied gradients of a micro-step to the sums, and replace them by None."""
         for (index, _), mine in zip(self._ties, self._sums):
             gradient, gradients[index] = gradients[index], None
             if gradient is not None:
-                mine[...] += np.float32(weight) * to_host(gradient)
+                mine[...] += np.float32(loss_weight) * to_host(gradient)
         return gradients
 
-    def put(self, gradients: Sequence[Optional[Any]], weight: float) -> list[Optional[Any]]:
+    def put(self, gradients: Sequence[Optional[Any]], loss_weight: float) -> list[Optional[Any]]:
         """Return the gradients with the sums over the stages, divided by ``weight``, in their places. A collective."""
         found = list(gradients)
         for (index, tie), total in zip(self._ties, self._sums):
             mean = tie.sum(total)
-            mean /= np.float32(weight)
+            mean /= np.float32(loss_weight)
             found[index] = from_host(mean, dtype_name(tie.parameter))
         return found

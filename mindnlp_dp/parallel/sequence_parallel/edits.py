@@ -46,7 +46,7 @@ def sequence_parallel_edits(
     check_patterns(tensor.patterns(), list(index.modules), "tensor parallelism")
     edits: list[Edit] = []
     for name, module in index.unique():
-        if sizes := first_match(tensor.divided, name):
+        if sizes := first_match(tensor.per_rank_attributes, name):
             edits += _attention_edits(index, name, _sizes(name, module, sizes, placements.mesh), tensor, shards)
     if plan.experts is not None:
         blocks = [name for name, _ in index.unique() if first_match({plan.experts.blocks: True}, name)]
@@ -92,11 +92,11 @@ def _num_outputs(layer: Any) -> int:
     return int(getattr(layer, "out_features", 0) or layer.weight.shape[1])
 
 
-def _sizes(name: str, module: Any, divided: Sequence[str], mesh: DeviceMesh) -> tuple[dict[str, int], int]:
+def _sizes(name: str, module: Any, per_rank_attributes: Sequence[str], mesh: DeviceMesh) -> tuple[dict[str, int], int]:
     """Return this rank's numbers of heads, and how many ranks share a head of keys and values."""
     sp, tp = mesh.sizes["sp"], mesh.sizes["tp"]
     sizes, copies = {}, 1
-    for attribute in divided:
+    for attribute in per_rank_attributes:
         size = getattr(module, attribute) // tp
         if attribute == _KV_HEADS and size < sp and sp % size == 0:
             copies = sp // size

@@ -19,7 +19,7 @@ from mindspore import Tensor, ops
 from mindnlp_dp.communication.autograd_ops import all_gather, all_to_all
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.partition import shard_bounds
-from mindnlp_dp.runtime.random_state import Shard, ShardOf, rank_local_rng
+from mindnlp_dp.runtime.random_state import SampleShard, ShardOf, rank_local_rng
 
 
 class SequenceShards:
@@ -113,4 +113,4 @@ class SequenceShards:
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which dropout masks are those of this rank's tokens."""
         first, last = self.bounds[self.group.rank :][:2]
-        return rank_local_rng(self.group.rank, Shard(first, last, self.length, ShardOf.TOKENS))
+        return rank_local_rng(self.group.rank, SampleShard(first, last, self.length, ShardOf.TOKENS))

@@ -29,8 +29,8 @@ from mindnlp_dp.parallel.tensor_parallel.layers import (
     is_conv1d,
 )
 from mindnlp_dp.runtime.adapters import is_lora
-from mindnlp_dp.runtime.random_state import Shard
-from mindnlp_dp.runtime.sharded_array import Shard as ArrayShard
+from mindnlp_dp.runtime.random_state import SampleShard
+from mindnlp_dp.runtime.sharded_array import Shard
 
 
 class GatheredHead(ColumnParallelLinear):
@@ -58,7 +58,10 @@ def tensor_parallel_edits(index: ModelIndex, plan: TensorPlan, placements: Place
     names = [name for name in index.modules if not name.startswith(within)] if within else list(index.modules)
     check_patterns(plan.patterns(), names, "tensor parallelism")
     styles = _styles(index, plan, loras)
-    edits = [Edit((name,), attributes=divided) for name, divided in _divided(index, plan, group)]
+    edits = [
+        Edit((name,), attributes=per_rank_attributes)
+        for name, per_rank_attributes in _per_rank_sizes(index, plan, group)
+    ]
     shards = _shards(index, styles, placements)
     inputs: dict[str, SharedInput] = {}
     for name, module in index.unique():
@@ -66,7 +69,7 @@ def tensor_parallel_edits(index: ModelIndex, plan: TensorPlan, placements: Place
             continue
         # The layer within a layer with adapters has the siblings of that layer.
         siblings = inputs.setdefault(name.removesuffix(".base_layer").rpartition(".")[0], SharedInput(group))
-        own = {f"{name}.{kind}": {"cut": shards[f"{name}.{kind}"]} for kind in _sharded_kinds(styles[name], module)}
+        own = {f"{name}.{kind}": {"shard": shards[f"{name}.{kind}"]} for kind in _sharded_kinds(styles[name], module)}
         new: Any = functools.partial(ColumnParallelLinear, shared_input=siblings)
         if styles[name] == "rowwise":
             new = functools.partial(RowParallelLinear, group=group)
@@ -88,9 +91,9 @@ def tensor_parallel_edits(index: ModelIndex, plan: TensorPlan, placements: Place
 def rank_local_dropouts(index: ModelIndex, plan: TensorPlan, mesh: DeviceMesh) -> list[Edit]:
     """Return edits for the modules in which ranks draw their shard's numbers: of heads over "tp" and then "sp"."""
     number, edits = mesh.index("tp") * mesh.sizes["sp"] + mesh.index("sp"), []
-    heads = Shard(number, number + 1, mesh.sizes["tp"] * mesh.sizes["sp"])
+    heads = SampleShard(number, number + 1, mesh.sizes["tp"] * mesh.sizes["sp"])
     for name, module in index.unique():
-        if any(fnmatchcase(name, pattern) for pattern in plan.apart):
+        if any(fnmatchcase(name, pattern) for pattern in plan.sharded_dropout):
             is_dropout = isinstance(module, nn.Dropout)
             forward = functools.partial(RankLocalDropout, group=mesh.group("tp"), is_dropout=is_dropout, heads=heads)
             edits.append(Edit((name,), forward=forward))
@@ -149,10 +152,12 @@ def _dropouts_of_adapters(loras: Mapping[str, Any], styles: Mapping[str, str], g
     return edits
 
 
-def _divided(index: ModelIndex, plan: TensorPlan, group: ProcessGroup) -> Iterator[tuple[str, dict[str, int]]]:
+def _per_rank_sizes(index: ModelIndex, plan: TensorPlan, group: ProcessGroup) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield the modules with attributes that each rank has a part of, such as the number of heads, and their values."""
     for name, module in index.unique():
-        sizes = {attribute: getattr(module, attribute) for attribute in first_match(plan.divided, name) or ()}
+        sizes = {
+            attribute: getattr(module, attribute) for attribute in first_match(plan.per_rank_attributes, name) or ()
+        }
         for attribute, size in sizes.items():
             if size % group.world_size:
                 raise ValueError(
@@ -163,10 +168,10 @@ def _divided(index: ModelIndex, plan: TensorPlan, group: ProcessGroup) -> Iterat
             yield name, {attribute: size // group.world_size for attribute, size in sizes.items()}
 
 
-def _shards(index: ModelIndex, styles: Mapping[str, str], placements: Placements) -> dict[str, ArrayShard]:
+def _shards(index: ModelIndex, styles: Mapping[str, str], placements: Placements) -> dict[str, Shard]:
     """Return how each weight of these modules is sharded, by each of its names."""
-    shards: dict[str, ArrayShard] = {}
-    of_weight: dict[str, ArrayShard] = {}
+    shards: dict[str, Shard] = {}
+    of_weight: dict[str, Shard] = {}
     size_of_tp = placements.mesh.sizes["tp"]
     for name, style in styles.items():
         module = index.modules[name]
@@ -182,14 +187,14 @@ def _shards(index: ModelIndex, styles: Mapping[str, str], placements: Placements
         dim = int(style == "colwise") if is_table else int((style == "rowwise") != is_conv1d(module))
         for kind in _sharded_kinds(style, module):
             placement = placements[f"{name}.{kind}"]
-            cut = shards[f"{name}.{kind}"] = ArrayShard(dim if kind == "weight" else 0, num_blocks)
-            if of_weight.setdefault(placement.name, cut) != cut:
+            shard = shards[f"{name}.{kind}"] = Shard(dim if kind == "weight" else 0, num_blocks)
+            if of_weight.setdefault(placement.name, shard) != shard:
                 other = of_weight[placement.name]
-                raise ValueError(f"{name}.{kind} is {placement.name}, which another layer cuts as {other}: {cut}")
-            if placement.shape[cut.dim] % num_blocks or placement.shape[cut.dim] // num_blocks < size_of_tp:
+                raise ValueError(f"{name}.{kind} is {placement.name}, which another layer cuts as {other}: {shard}")
+            if placement.shape[shard.dim] % num_blocks or placement.shape[shard.dim] // num_blocks < size_of_tp:
                 raise ValueError(
                     f"{name}.{kind} of shape {placement.shape} cannot be cut into tp={size_of_tp} parts along "
-                    f"dimension {cut.dim}"
+                    f"dimension {shard.dim}"
                 )
     return shards
 

@@ -25,7 +25,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.kernels.dispatch import supports
 from mindnlp_dp.runtime.arrays import read, to_host
 from mindnlp_dp.runtime.partition import shard_bounds
-from mindnlp_dp.runtime.random_state import Shard, ShardOf, rank_local_rng, replicated_rng
+from mindnlp_dp.runtime.random_state import SampleShard, ShardOf, rank_local_rng, replicated_rng
 
 
 class SharedInput:
@@ -141,13 +141,13 @@ class RankLocalDropout:
         group: ProcessGroup,
         is_dropout: bool,
         *,
-        heads: Optional[Shard] = None,
+        heads: Optional[SampleShard] = None,
         by_width: bool = False,
     ) -> None:
         functools.update_wrapper(self, forward)
         self._forward = forward
         self._group = group
-        self._heads = heads or Shard(group.rank, group.rank + 1, group.world_size)
+        self._heads = heads or SampleShard(group.rank, group.rank + 1, group.world_size)
         self._is_dropout, self._by_width = is_dropout, by_width
         self._of_width = functools.lru_cache(self._shard_of_width)
 
@@ -157,10 +157,10 @@ class RankLocalDropout:
         with rank_local_rng(self._group.rank if by_width else shard.first, shard):
             return self._forward(*args, **kwargs)
 
-    def _shard_of_width(self, width: int) -> Shard:
+    def _shard_of_width(self, width: int) -> SampleShard:
         """Return this rank's shard of the last dimension; ranks' widths may differ. A collective."""
         bounds = np.cumsum([0, *(int(each[0]) for each in self._group.all_gather(np.array([width])))]).tolist()
-        return Shard(bounds[self._group.rank], bounds[self._group.rank + 1], bounds[-1], ShardOf.WIDTH)
+        return SampleShard(bounds[self._group.rank], bounds[self._group.rank + 1], bounds[-1], ShardOf.WIDTH)
 
 
 class ReplicatedDropout:

@@ -150,8 +150,10 @@ def with_split_tokens(model: Model, sp: int, tp: int) -> Model:
     for o in model.graph.operators:
         is_split = o.layer is not None or (o.name in ("head", "loss") and o.rows == model.sequence)
         repeated = (copies - 1) * (o.width_in - o.width_out) if o.kind == "attention" else 0
-        divided = {name: share * getattr(o, name) for name in ("rows", "flops", "traffic", "scores", "saved", "masks")}
-        operators.append(replace(o, width_in=o.width_in + repeated, **divided) if is_split else o)
+        per_device = {
+            name: share * getattr(o, name) for name in ("rows", "flops", "traffic", "scores", "saved", "masks")
+        }
+        operators.append(replace(o, width_in=o.width_in + repeated, **per_device) if is_split else o)
     return replace(model, graph=Graph(operators, model.graph.name))
 
 
@@ -163,7 +165,7 @@ def recomputed_layers(model: Model) -> list[Optional[int]]:
     operators = model.graph.operators
     if model.blocks:
         return [o.layer for o in operators]
-    return [bisect.bisect_right(model.cuts, place) for place in range(len(operators))]
+    return [bisect.bisect_right(model.split_points, place) for place in range(len(operators))]
 
 
 def layer_inputs(model: Model) -> list[float]:

@@ -129,9 +129,9 @@ class Times:
 
 def layers_of(model: Model, most: int) -> list[int]:
     """Group the operators into at most ``most`` layers between the model's cuts; return the first operator of each."""
-    num_layers = min(most, len(model.cuts) + 1)
+    num_layers = min(most, len(model.split_points) + 1)
     flops = [o.flops for o in model.graph.operators]
-    return cluster_layers(flops, crossing(model.graph), num_layers, cuts=model.cuts)
+    return cluster_layers(flops, crossing(model.graph), num_layers, split_points=model.split_points)
 
 
 class StageCosts:
@@ -275,8 +275,8 @@ class StageCosts:
         s, size = self.sharing, self.cluster.bytes_per_value
         exchange = all_reduce(s.num_replicas, size * parameters, self.cluster.link(s.num_replicas, s.tp))
         exchange += all_reduce(s.dp * s.sp, size * of_experts, self.cluster.link(s.dp * s.sp, s.ep))
-        divided = zero_stage > 0
-        numbers = parameters / (s.num_replicas if divided else 1) + of_experts / (s.dp * s.sp if divided else 1)
+        is_sharded = zero_stage > 0
+        numbers = parameters / (s.num_replicas if is_sharded else 1) + of_experts / (s.dp * s.sp if is_sharded else 1)
         return exchange, numbers / self.cluster.update_rate
 
 

@@ -186,10 +186,10 @@ def _from_keys(keys: dict[str, Any], name: str) -> Cluster:
     if unknown:
         raise ValueError(f"cluster key {unknown[0]!r} is unknown; there are {', '.join(sorted(_KEYS))}")
 
-    def number(key: str, default: Any = None, *, whole: bool = False, most: float = math.inf) -> float:
-        return _number(keys, key, default, whole=whole, most=most)
+    def number(key: str, default: Any = None, *, is_integer: bool = False, most: float = math.inf) -> float:
+        return _number(keys, key, default, is_integer=is_integer, most=most)
 
-    hosts = int(number("hosts", 1, whole=True))
+    hosts = int(number("hosts", 1, is_integer=True))
     memory_bandwidth = 1e9 * number("memory_bandwidth_gbs")
     precision = keys.get("precision", "mixed")
     if precision not in ("mixed", "float32"):
@@ -206,7 +206,7 @@ def _from_keys(keys: dict[str, Any], name: str) -> Cluster:
     score_rate = 1e9 * number("gscores", memory_bandwidth / (10e9 * bytes_per_value))
     return Cluster(
         name=str(keys.get("name", name)), num_hosts=hosts,
-        devices_per_host=int(number("devices_per_host", whole=True)), memory=_GIB * number("memory_gib"),
+        devices_per_host=int(number("devices_per_host", is_integer=True)), memory=_GIB * number("memory_gib"),
         flops=1e12 * number("tflops"), efficiency=number("efficiency", most=1.0), memory_bandwidth=memory_bandwidth,
         inside=inside, between=_link(keys, "between", required=hosts > 1) or inside,
         call=1e-6 * _number(keys, "call_us", 0.0, least=0.0), score_rate=score_rate, draw_rate=draw_rate,
@@ -225,7 +225,7 @@ def _link(keys: Mapping[str, Any], key: str, *, required: bool) -> Any:
 
 
 def _number(
-    keys: Mapping[str, Any], key: str, default: Any = None, *, whole: bool = False, most: float = math.inf,
+    keys: Mapping[str, Any], key: str, default: Any = None, *, is_integer: bool = False, most: float = math.inf,
     least: float = -math.inf, within: str = "",
 ) -> float:  # fmt: skip
     value = keys.get(key, default)
@@ -233,8 +233,8 @@ def _number(
         raise ValueError(f"cluster key {within}{key} is missing")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _HUGE
     in_range = is_number and (value > 1 / _HUGE or value >= least > -math.inf) and value <= most
-    if not in_range or (whole and value != int(value)):
-        kind = "a whole number" if whole else "a number"
+    if not in_range or (is_integer and value != int(value)):
+        kind = "a whole number" if is_integer else "a number"
         bounds = f"{'from' if least == 0 else 'above'} 0" + (f" and at most {most:g}" if most < math.inf else "")
         raise ValueError(f"cluster key {within}{key} must be {kind} {bounds}, got {value!r}")
     return float(value)

@@ -279,7 +279,7 @@ def _from_operators(keys: dict[str, Any], name: str, sequence: Optional[int]) ->
     sequence = sequence or keys.get("sequence", 1)
     if not isinstance(sequence, int) or sequence < 1:
         raise ValueError(f"model key sequence must be a whole number from 1 on, got {sequence!r}")
-    return Model(name, graph, sequence, cuts=list(range(1, len(operators))))
+    return Model(name, graph, sequence, split_points=list(range(1, len(operators))))
 
 
 def _operator(entry: dict[str, Any], number: int) -> Operator:

@@ -147,7 +147,7 @@ class Model:
     graph: Graph
     sequence: int
     kind: str = "operators"
-    cuts: list[int] = field(default_factory=list)
+    split_points: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     divides: dict[str, int] = field(default_factory=dict)
     experts: int = 0
@@ -211,7 +211,9 @@ def crossing(graph: Graph) -> np.ndarray:
     return values
 
 
-def cluster_layers(work: Any, across: Any, num_layers: int, *, slack: float = 0.5, cuts: Any = None) -> list[int]:
+def cluster_layers(
+    work: Any, across: Any, num_layers: int, *, slack: float = 0.5, split_points: Any = None
+) -> list[int]:
     """Group n operators into layers; return the first operator of each.
 
     Args:
@@ -224,7 +226,7 @@ def cluster_layers(work: Any, across: Any, num_layers: int, *, slack: float = 0.
     [0, 2]
     """
     n = len(work)
-    places = [0, *sorted(set(range(1, n) if cuts is None else cuts)), n]
+    places = [0, *sorted(set(range(1, n) if split_points is None else split_points)), n]
     if not 1 <= num_layers <= len(places) - 1:
         raise ValueError(f"{n} operators with {len(places) - 2} cuts cannot be {num_layers} layers")
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(work, np.float64))])[places]

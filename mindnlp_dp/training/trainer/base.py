@@ -32,7 +32,7 @@ from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 from mindnlp_dp.kernels.dispatch import medium_precision
-from mindnlp_dp.parallel.replicated_model import ReplicatedModel, as_replicated, replicated_on_all_ranks
+from mindnlp_dp.parallel.distributed_model import DistributedModel, distributed_model_of, replicated_model_on_all_ranks
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.random_state import restored_generators
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
@@ -99,11 +99,11 @@ class DataParallelTrainerBase(abc.ABC):
         # A constructor may have made its own arguments.
         self.args = self.upgrade_arguments(self.args)
         # Not earlier: model_init may have made the model, and sharded it.
-        self.group = (getattr(self.model, "parallel", None) or replicated_on_all_ranks(self.model)).group
+        self.group = (getattr(self.model, "parallel", None) or replicated_model_on_all_ranks(self.model)).group
         # The model whose columns _signature_columns names.
         self._columns_of = self.model
         check_values(list(self.model.named_parameters()), self.world)
-        self.whole.broadcast_weights()
+        self.distributed_model.broadcast_weights()
 
     def _with_upgraded_arguments(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
         """Return the positional arguments of the next constructor, with training arguments that know their rank.
@@ -172,9 +172,9 @@ class DataParallelTrainerBase(abc.ABC):
         """Write a module's weights as the library does with ``save_safetensors=False``."""
 
     @property
-    def whole(self) -> ReplicatedModel:
+    def distributed_model(self) -> DistributedModel:
         """The full model, whether it is replicated or sharded."""
-        return as_replicated(self.model, self.group)
+        return distributed_model_of(self.model, self.group)
 
     # Gradients.
 
@@ -212,7 +212,9 @@ class DataParallelTrainerBase(abc.ABC):
         if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
             options = ("bucket_cap_mb", "overlap", "compression", "powersgd_rank")
             exchange = {name: getattr(self.args, name) for name in options}
-            current = self._synchronizer = as_replicated(model, self.group).make_synchronizer(trainable, **exchange)
+            current = self._synchronizer = distributed_model_of(model, self.group).make_synchronizer(
+                trainable, **exchange
+            )
         return current
 
     # Training.
@@ -230,10 +232,10 @@ class DataParallelTrainerBase(abc.ABC):
         if self.args.greater_is_better is None and self.args.metric_for_best_model is not None:
             # The library decides when the arguments are made, and this name was given later.
             self.args.greater_is_better = not self.args.metric_for_best_model.endswith("loss")
-        if self.whole.is_sharded and getattr(self.args, "save_on_each_node", False):
+        if self.distributed_model.is_sharded and getattr(self.args, "save_on_each_node", False):
             raise ValueError("save_on_each_node with a sharded model: rank 0 gathers and writes it, and no other rank")
         self._check_evaluation()
-        if self.whole.is_sharded and not self.args.save_safetensors:
+        if self.distributed_model.is_sharded and not self.args.save_safetensors:
             raise ValueError("save_safetensors=False with a sharded model: its weights are written as safetensors only")
         # An earlier call may have failed in the middle of an exchange, at a different point on each rank.
         self._synchronizer = None
@@ -450,7 +452,7 @@ class DataParallelTrainerBase(abc.ABC):
 
     def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
         """Write the model to ``output_dir`` as one process would. A collective if the model is sharded."""
-        if not self.whole.is_sharded:
+        if not self.distributed_model.is_sharded:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         save_parts(self, Path(output_dir or self.args.output_dir))
@@ -463,4 +465,4 @@ class DataParallelTrainerBase(abc.ABC):
             save_module(self, folder)
 
     def _load_best_model(self) -> None:
-        self.whole.read_weights(Path(self.state.best_model_checkpoint))
+        self.distributed_model.read_weights(Path(self.state.best_model_checkpoint))

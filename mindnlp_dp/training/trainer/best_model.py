@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES, hashes_of_weights
-from mindnlp_dp.parallel.replicated_model import load_checkpoint
+from mindnlp_dp.parallel.distributed_model import load_checkpoint
 
 
 def load_run(trainer: Any, path: Path) -> dict[str, Any]:
     """Load a checkpoint's weights into the model, and return the state of its run. A collective."""
-    saved = load_checkpoint(path, trainer.whole)
+    saved = load_checkpoint(path, trainer.distributed_model)
     _find_best_model(trainer, path, saved)
     return saved
 

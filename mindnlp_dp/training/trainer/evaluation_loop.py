@@ -29,7 +29,7 @@ def run_evaluation(
     if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
         trainer.model = model = model.to(dtype=mindspore.float16 if args.fp16_full_eval else mindspore.bfloat16)
     model.eval()
-    trainer.whole.broadcast_buffers()
+    trainer.distributed_model.broadcast_buffers()
     if args.past_index >= 0:
         trainer._past = None
     handler = trainer.callback_handler
@@ -42,7 +42,7 @@ def run_evaluation(
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
     # A user's own loader may have several micro-batches in an update.
     for mine in itertools.chain.from_iterable(dataset.updates()):
-        batch, is_lent = trainer.whole.dummy_batch_for(mine), mine is None
+        batch, is_lent = trainer.distributed_model.dummy_batch_for(mine), mine is None
         if batch is None:
             evaluation.add(None)
         else:

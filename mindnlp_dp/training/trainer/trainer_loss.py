@@ -42,7 +42,7 @@ class TrainerLoss:
         """Return a function that raises ValueError if a batch has labels or ids that the model cannot take."""
         trainer = self._trainer
         checks = column_checks(
-            trainer.model, has_own_loss=not self._is_the_librarys, is_sharded=trainer.whole.is_sharded
+            trainer.model, has_own_loss=not self._is_the_librarys, is_sharded=trainer.distributed_model.is_sharded
         )
         return functools.partial(checks, rank=trainer.world.label())
 

@@ -77,7 +77,7 @@ class TrainingLoop:
         # Whether the train step exists and the run is restored.
         self.is_set_up = False
         self.ignore_keys_for_eval = ignore_keys_for_eval
-        self.loader, self.pace = make_epoch_loader(trainer, checkpoint)
+        self.loader, self.batch_schedule = make_epoch_loader(trainer, checkpoint)
         # A global batch that was set, or the checkpoint's, may be smaller than the micro-batches that were asked for.
         trainer._train_batch_size = self.loader.micro_batch_size
         self.args = trainer.args
@@ -103,8 +103,8 @@ class TrainingLoop:
     def run(self) -> TrainOutput:
         trainer, args = self.trainer, self.args
         self.updates_per_epoch = len(self.loader) if has_length(self.loader) else None
-        planned, num_epochs = plan_updates(self.pace.planned_per_epoch, args.num_train_epochs, args.max_steps)
-        trainer.whole.broadcast_weights()
+        planned, num_epochs = plan_updates(self.batch_schedule.planned_per_epoch, args.num_train_epochs, args.max_steps)
+        trainer.distributed_model.broadcast_weights()
         if args.recomputed is not False:
             enable_recompute(trainer.model, args.recomputed)
         if args.fused_cross_entropy:
@@ -117,13 +117,13 @@ class TrainingLoop:
         named = zip(self.synchronizer.names, self.synchronizer.parameters)
         warn_of_parameters_left_out(trainer.optimizer, named, self.group)
         self.train_step = self._make_train_step()
-        self.run_state = Run(trainer.whole, self.train_step)
+        self.run_state = Run(trainer.distributed_model, self.train_step)
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
         is_over = self.checkpoint is not None and self.restore(self.checkpoint, planned)
         self.is_set_up = True
         state = trainer.state
-        max_steps = self.pace.total(planned, state.global_step, self.position)
+        max_steps = self.batch_schedule.total(planned, state.global_step, self.position)
         if not is_over and state.global_step < max_steps:
             trainer.claim_checkpoint()
         self._describe_run(max_steps, num_epochs)
@@ -194,7 +194,7 @@ class TrainingLoop:
         return TrainStep(
             self.synchronizer, self._make_updater(), self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
-            resync_tied_weights=trainer.whole.resync_tied_weights,
+            resync_tied_weights=trainer.distributed_model.resync_tied_weights,
             adapters=adapter_check(trainer.model, self.synchronizer.parameters, trainer.world),
             before_update=before if is_watched else None,
             after_update=trainer.after_optimizer_step,
@@ -202,8 +202,8 @@ class TrainingLoop:
 
     def _make_updater(self) -> Updater:
         trainer = self.trainer
-        trainer.whole.check_optimizer(trainer.optimizer, self.synchronizer.parameters)
-        scope = trainer.whole.scope(self.synchronizer.parameters)
+        trainer.distributed_model.check_optimizer(trainer.optimizer, self.synchronizer.parameters)
+        scope = trainer.distributed_model.scope(self.synchronizer.parameters)
         return make_updater(
             trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope,
             shows_gradients=self.shows_gradients,
@@ -223,7 +223,7 @@ class TrainingLoop:
 
     def _run_epoch(self) -> None:
         trainer, args, position = self.trainer, self.args, self.position
-        self.pace.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
+        self.batch_schedule.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
         if args.past_index >= 0:
             trainer._past = None
         trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
@@ -264,7 +264,7 @@ class TrainingLoop:
         position.update += 1
         trainer.state.global_step += 1
         trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
-        self.pace.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
+        self.batch_schedule.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
         trainer.control = trainer.callback_handler.on_step_end(self.args, trainer.state, trainer.control)
 
     def _stops(self) -> bool:
@@ -277,10 +277,10 @@ class TrainingLoop:
         self._check_parameters()
         # Not kept: it refers to this loop, whose memory must be free as soon as the trainer drops it.
         forward_backward = ForwardBackward(
-            trainer.whole, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight, self.timeline,
-            self.across_ranks, inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
-            dropout=trainer.args.dropout, masks=self.masks, check_columns=self.check_columns,
-            loss_check=self.loss_check,
+            trainer.distributed_model, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight,
+            self.timeline, self.across_ranks, inputs_of=trainer.tensors, after_batch=self._count,
+            after_micro_step=self._end_substep, dropout=trainer.args.dropout, masks=self.masks,
+            check_columns=self.check_columns, loss_check=self.loss_check,
         )  # fmt: skip
         with trainer.trainer_loss.span_loss().correct_losses(micro_batches):
             yield from forward_backward.micro_steps(micro_batches, trainer.state.global_step, trainer.args.seed)
@@ -302,7 +302,7 @@ class TrainingLoop:
 
     def _loss_check(self) -> Optional[LossCheck]:
         trainer = self.trainer
-        if trainer.trainer_loss.is_known or trainer.whole.is_sharded:
+        if trainer.trainer_loss.is_known or trainer.distributed_model.is_sharded:
             return None
 
         def loss_of(inputs: Any) -> Any:
@@ -326,7 +326,7 @@ class TrainingLoop:
             count_input_tokens(batch, trainer.main_input),
             count_label_tokens(batch, shifted=self.is_shifted),
         )
-        trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.loss_replication
+        trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.distributed_model.loss_replication
         if args.include_num_input_tokens_seen or args.include_tokens_per_second:
             trainer.current_tokens += batch[trainer.main_input].size
 
@@ -407,7 +407,7 @@ class TrainingLoop:
 
     def _set_flos(self) -> None:
         """Tell the meter the operations so far; ranks that hold shards count replicated parts several times."""
-        if not self.trainer.whole.is_sharded:
+        if not self.trainer.distributed_model.is_sharded:
             self.speed.set_flos(self.trainer.state.total_flos - self.flos_before)
 
     # End of training.
@@ -421,14 +421,14 @@ class TrainingLoop:
         trainer, args, state = self.trainer, self.args, self.trainer.state
         if args.past_index >= 0 and hasattr(trainer, "_past"):
             del trainer._past
-        trainer.whole.broadcast_buffers()
-        digest = trainer.whole.assert_in_sync()
+        trainer.distributed_model.broadcast_buffers()
+        digest = trainer.distributed_model.assert_in_sync()
         with self.speed.during(Activity.CHECKPOINT):
             trainer.checkpoint_writer.wait()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             if holds_weights(trainer, Path(state.best_model_checkpoint)):
                 trainer._load_best_model()
-                digest = trainer.whole.assert_in_sync()
+                digest = trainer.distributed_model.assert_in_sync()
             elif self.world.is_main:
                 warnings.warn(
                     f"{state.best_model_checkpoint}, the best checkpoint, is not there any more: the model keeps the "
@@ -482,8 +482,8 @@ class TrainingLoop:
             "data": self.args.data_order(self.loader),
             "settings": self.args.result_settings(),
             "global_batch_size": self.loader.global_batch_size,
-            "planned_batch_size": self.pace.planned,
-            "is_scaled": self.pace.is_scaled,
+            "planned_batch_size": self.batch_schedule.planned,
+            "is_scaled": self.batch_schedule.is_scaled,
             "position": asdict(self.position),
             "flags": dict(self.agree.agreed),
             "trainer_state": asdict(trainer.state),
@@ -505,10 +505,10 @@ class TrainingLoop:
         if self.args.ignore_data_skip:
             self.position.update = self.position.offset = 0
         else:
-            self.position = self.pace.resume(self.position, saved)
+            self.position = self.batch_schedule.resume(self.position, saved)
         if trainer.world.is_main:
             warn_of_other_settings(self.args.result_settings(), saved["settings"])
-        total = self.pace.total(planned_updates, step, self.position)
+        total = self.batch_schedule.total(planned_updates, step, self.position)
         saved["flags"]["should_training_stop"] = self._stays_stopped(saved, total)
         return position.ending_epoch and (saved["flags"]["should_training_stop"] or step >= total)
 

@@ -207,7 +207,7 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
                 f"predict_with_generate is for encoder-decoder models, and {type(self.model).__name__} is not one; "
                 "call model.generate() in your own prediction_step"
             )
-        if self.whole.is_sharded:
+        if self.distributed_model.is_sharded:
             raise ValueError(
                 "predict_with_generate: a sharded model cannot generate; load its checkpoint in one process"
             )

@@ -1,12 +1,12 @@
 """Gives training loops and checkpoints one interface to a model, replicated or sharded, and loads a checkpoint into it.
 
-:class:`ReplicatedModel` is for a replicated model; a model that :func:`~mindnlp_dp.parallelize` has sharded has an
-instance of a subclass in its attribute ``parallel``. To resume a run, rank 0 reads the checkpoint, and every rank gets
-it.
+Of the two kinds, :class:`ReplicatedModel` is here. A model that :func:`~mindnlp_dp.parallelize` has sharded has a
+:class:`~.sharded_model.ShardedModel` in its attribute ``parallel``.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,10 +29,8 @@ from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 T = TypeVar("T")
 
 
-class ReplicatedModel:
-    """Gives checkpoints and training loops access to a replicated model; all ranks of the job call every method.
-
-    Without checkpoints, a train step needs no ``model``: None.
+class DistributedModel(abc.ABC):
+    """The interface of a model on all ranks to training loops and checkpoints; all ranks of the job call every method.
 
     Attributes:
         group: the ranks among which samples are split.
@@ -44,42 +42,30 @@ class ReplicatedModel:
         pipeline: this rank's stage (:class:`~.pipeline_parallel.runner.Pipeline`); None without stages.
     """
 
+    model: Any
+    group: ProcessGroup
+    world: ProcessGroup
+    seed_rank: int
+    loss_replication = 1
     is_sharded = False
     pipeline: Any = None
 
-    def __init__(self, model: Any, group: ProcessGroup) -> None:
-        self.model = model
-        self.group = group
-        self.world = group
-        self.seed_rank = group.rank
-        self.loss_replication = 1
-
     # Training.
 
+    @abc.abstractmethod
     def check_optimizer(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         """Raise ValueError if the optimizer has trainable parameters that are not among those whose gradients it gets.
 
         They would be trained on each rank by itself, or not at all, and no checkpoint would hold them.
         """
-        known = set(map(id, parameters))
-        others = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"] if id(p) not in known]
-        shapes = [tuple(p.shape) for p in others if p.requires_grad]
-        if shapes:
-            raise ValueError(
-                f"the optimizer has {len(shapes)} trainable parameters that are not the model's, of shape "
-                f"{', '.join(map(str, shapes[:3]))}{', ...' if len(shapes) > 3 else ''} (rank {self.world.label()}). "
-                "Make the module that has them, such as a loss, a part of the model (model.loss_function = loss), so "
-                "that they are exchanged and saved; pass those of a custom loop to make_train_step(parameters=); after "
-                "the model's parameters were replaced, make a new optimizer"
-            )
 
+    @abc.abstractmethod
     def scope(self, parameters: Sequence[Any]) -> ModelScope:
         """Return the scope that tells which of these parameters this rank adds to a norm over the full model."""
-        return ModelScope()
 
+    @abc.abstractmethod
     def make_synchronizer(self, named: Sequence[tuple[str, Any]], **options: Any) -> Synchronizer:
-        """Return the gradient exchange for these parameters, each over the ranks that have it."""
-        return GradientSynchronizer(named, self.group, **options)
+        """Return the synchronizer of these parameters, each over the ranks that have it."""
 
     def micro_step(self, weight: float) -> contextlib.AbstractContextManager[None]:
         """Return a context for the forward and backward pass of a micro-step. A collective if there are experts."""
@@ -96,52 +82,109 @@ class ReplicatedModel:
         """Return whether a loss of another rank that uses the same experts is not finite, and so their gradients."""
         return False
 
-    def resync_tied_weights(self) -> None:
+    def resync_tied_weights(self) -> None:  # noqa: B027
         """Make tied weights bitwise equal on all stages; called after every update."""
 
     # Weights.
 
+    @abc.abstractmethod
     def broadcast_weights(self) -> None:
         """Give every rank the weights of rank 0."""
+
+    @abc.abstractmethod
+    def broadcast_buffers(self) -> None:
+        """Give every rank the buffers of rank 0."""
+
+    @abc.abstractmethod
+    def assert_in_sync(self) -> str:
+        """Return the digest of the weights; raise ReplicaMismatchError if the ranks' weights differ."""
+
+    @abc.abstractmethod
+    def digest(self) -> str:
+        """Return the digest that one process with the same weights would compute."""
+
+    @abc.abstractmethod
+    def read_weights(self, folder: Path) -> None:
+        """Load the weights in a folder into the model; raise CheckpointError if they are not this model's."""
+
+    @abc.abstractmethod
+    def model_writer(
+        self, workspace: Path, write_full: Callable[[Path], None], beside: Sequence[Any] = ()
+    ) -> Callable[[Path], None]:
+        """Return a function that writes the model into a folder; only the ranks that write call it.
+
+        For a replicated model it is ``write_full``, which writes all files. For a sharded model it writes the weights,
+        which this call has gathered into a file in ``workspace``, and calls ``save_pretrained`` of the objects in
+        ``beside``.
+        """
+
+    # The conversion between the optimizer state of one process and that of this rank.
+
+    @abc.abstractmethod
+    def full_optimizer_state(self, own: dict[str, Any], *, keep: bool, sharded: bool = False) -> dict[str, Any]:
+        """Return the optimizer state of one process; on ranks that do not ``keep`` it, without arrays."""
+
+    @abc.abstractmethod
+    def local_optimizer_state(self, full: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+        """Return this rank's part of a full optimizer state; ``names`` are its parameters, by parameter group."""
+
+
+class ReplicatedModel(DistributedModel):
+    """A model of which every rank has a full copy. Without checkpoints, a train step needs no ``model``: None."""
+
+    def __init__(self, model: Any, group: ProcessGroup) -> None:
+        self.model = model
+        self.group = self.world = group
+        self.seed_rank = group.rank
+
+    def check_optimizer(self, optimizer: Any, parameters: Sequence[Any]) -> None:
+        known = set(map(id, parameters))
+        others = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"] if id(p) not in known]
+        shapes = [tuple(p.shape) for p in others if p.requires_grad]
+        if shapes:
+            raise ValueError(
+                f"the optimizer has {len(shapes)} trainable parameters that are not the model's, of shape "
+                f"{', '.join(map(str, shapes[:3]))}{', ...' if len(shapes) > 3 else ''} (rank {self.world.label()}). "
+                "Make the module that has them, such as a loss, a part of the model (model.loss_function = loss), so "
+                "that they are exchanged and saved; pass those of a custom loop to make_train_step(parameters=); after "
+                "the model's parameters were replaced, make a new optimizer"
+            )
+
+    def scope(self, parameters: Sequence[Any]) -> ModelScope:
+        return ModelScope()
+
+    def make_synchronizer(self, named: Sequence[tuple[str, Any]], **options: Any) -> Synchronizer:
+        return GradientSynchronizer(named, self.group, **options)
+
+    def broadcast_weights(self) -> None:
         broadcast_parameters(self.model, self.group)
 
     def broadcast_buffers(self) -> None:
         broadcast_buffers(self.model, self.group)
 
     def assert_in_sync(self) -> str:
-        """Return the digest of the weights; raise ReplicaMismatchError if the ranks' weights differ."""
         return assert_replicas_in_sync(self.model, self.group)
 
     def digest(self) -> str:
         return replica_digest(self.model)
 
     def read_weights(self, folder: Path) -> None:
-        """Load the weights in a folder into the model; raise CheckpointError if they are not this model's."""
         self.world.run_on(self.world.is_main, lambda: read_weights(self.model, folder), "reading a checkpoint")
         self.broadcast_weights()
 
     def model_writer(
-        self, workspace: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
+        self, workspace: Path, write_full: Callable[[Path], None], beside: Sequence[Any] = ()
     ) -> Callable[[Path], None]:
-        """Return a function that writes the model into a folder; only the ranks that write call it.
-
-        For a replicated model it is ``write_whole``, which writes all files. For a sharded model it writes the weights,
-        which this call has gathered into a file in ``workspace``, and calls ``save_pretrained`` of the objects in
-        ``beside``.
-        """
-        return write_whole
-
-    # The conversion between the optimizer state of one process and that of this rank.
+        return write_full
 
     def full_optimizer_state(self, own: dict[str, Any], *, keep: bool, sharded: bool = False) -> dict[str, Any]:
         return own
 
-    def local_optimizer_state(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-        """Return this rank's part of a full optimizer state; ``names`` are its parameters, by parameter group."""
-        return whole
+    def local_optimizer_state(self, full: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+        return full
 
 
-def replicated_on_all_ranks(model: Any) -> ReplicatedModel:
+def replicated_model_on_all_ranks(model: Any) -> ReplicatedModel:
     """Return the :class:`ReplicatedModel` of a model that is trained on all ranks.
 
     Raises:
@@ -158,13 +201,13 @@ def replicated_on_all_ranks(model: Any) -> ReplicatedModel:
     return ReplicatedModel(model, group)
 
 
-def as_replicated(model: Any, group: Optional[ProcessGroup] = None) -> ReplicatedModel:
-    """Return the ``ParallelModel`` of a sharded model, else a :class:`ReplicatedModel` on the ranks of ``group``."""
-    sharded: Optional[ReplicatedModel] = getattr(model, "parallel", None)
+def distributed_model_of(model: Any, group: Optional[ProcessGroup] = None) -> DistributedModel:
+    """Return the ``ShardedModel`` of a sharded model, else a :class:`ReplicatedModel` on the ranks of ``group``."""
+    sharded: Optional[DistributedModel] = getattr(model, "parallel", None)
     return ReplicatedModel(model, group or get_process_group()) if sharded is None else sharded
 
 
-def load_checkpoint(path: Path, model: ReplicatedModel) -> dict[str, Any]:
+def load_checkpoint(path: Path, model: DistributedModel) -> dict[str, Any]:
     """Load the weights into ``model``, each rank its shards, and return the run's state. A collective.
 
     Raises:

@@ -29,9 +29,9 @@ from mindnlp_dp.communication.replicas import (
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.data_parallel.multi_group_synchronizer import MultiGroupSynchronizer
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.parallel.distributed_model import DistributedModel
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
 from mindnlp_dp.parallel.placement import Placement, Placements
-from mindnlp_dp.parallel.replicated_model import ReplicatedModel
 from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, ExpertLoad, ExpertParallelBlock
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles, bytes_of, file_header, host_type
 from mindnlp_dp.runtime.adapters import has_adapters
@@ -46,7 +46,7 @@ T = TypeVar("T")
 Source = Callable[[Placement], Optional[np.ndarray]]
 
 
-class ParallelModel(ReplicatedModel):
+class ShardedModel(DistributedModel):
     """A sharded model, which :func:`~mindnlp_dp.parallelize` stores in ``model.parallel``.
 
     Train steps and checkpoints use it; its interface is that of a replicated model.
@@ -61,8 +61,8 @@ class ParallelModel(ReplicatedModel):
 
     def __init__(self, model: Any, placements: Placements, row_weights: Optional[ExpertBatchWeights] = None) -> None:
         self.mesh = placements.mesh
-        super().__init__(model, self.mesh.dp_group)
-        self.world = self.mesh.world
+        self.model = model
+        self.group, self.world = self.mesh.dp_group, self.mesh.world
         self.placements = placements
         self.seed_rank = self.mesh.seed_rank
         self.loss_replication = self.mesh.sizes["dp_in_stage"] * self.mesh.sizes["sp"]
@@ -72,9 +72,9 @@ class ParallelModel(ReplicatedModel):
     # Training.
 
     def scope(self, parameters: Sequence[Any]) -> ModelScope:
-        placed = [self.placements[p.name_in_whole] for p in parameters]
+        placed = [self.placements[p.full_name] for p in parameters]
         counts = [self.placements.owns(placement) for placement in placed]
-        return ModelScope(self.mesh.model_parallel_group, counts, [placement.cut is not None for placement in placed])
+        return ModelScope(self.mesh.model_parallel_group, counts, [placement.shard is not None for placement in placed])
 
     def make_synchronizer(
         self, named: Sequence[tuple[str, Any]], **options: Any
@@ -86,7 +86,7 @@ class ParallelModel(ReplicatedModel):
             return GradientSynchronizer(named, self.mesh.grad_sync_group, **options)
         options["overlap"] = False
         weights = self._row_weights
-        is_expert = [self.placements[p.name_in_whole].expert_rank is not None for _, p in named]
+        is_expert = [self.placements[p.full_name].expert_rank is not None for _, p in named]
         places = [[i for i, expert in enumerate(is_expert) if expert == wanted] for wanted in (False, True)]
         synchronizers = [
             GradientSynchronizer([named[place] for place in mine], group, **options)
@@ -181,7 +181,7 @@ class ParallelModel(ReplicatedModel):
         copies = [
             (name, weight_digest(name, weight))
             for name, weight in self._own().items()
-            if self.placements[name].cut is None and self.placements[name].expert_rank is None
+            if self.placements[name].shard is None and self.placements[name].expert_rank is None
         ]
         group = self.mesh.model_parallel_group
         first: dict[str, tuple[int, bytes]] = {}
@@ -203,26 +203,26 @@ class ParallelModel(ReplicatedModel):
         for placement in self.placements.values() if placements is None else placements:
             weight = own.get(placement.name)
             mine = to_host(weight) if weight is not None and self.placements.is_here(placement) else None
-            yield placement, self.placements.whole(placement, mine)
+            yield placement, self.placements.full(placement, mine)
 
     def digest(self) -> str:
         """Return the digest that one process with the same weights would compute."""
         used = [p for p in self.placements.values() if not (has_adapters(self.model) and is_unused_copy(p.name))]
-        return digest_of((p.name, from_host(whole, p.dtype)) for p, whole in self.full_arrays(used))
+        return digest_of((p.name, from_host(full, p.dtype)) for p, full in self.full_arrays(used))
 
     def scatter(self, source: Source, names: Optional[Iterable[str]] = None) -> None:
         """Scatter full arrays from rank 0 of the job to the ranks' shards: all arrays, or those with these names."""
         own = self._own()
         for placement in map(self.placements.__getitem__, self.placements if names is None else names):
-            whole = self.world.run_on(
+            full = self.world.run_on(
                 self.world.is_main, functools.partial(source, placement), f"reading {placement.name}"
             )
-            if whole is None:
-                whole = np.zeros(placement.shape, host_type(placement.dtype))
-            whole = self.world.broadcast(whole.astype(host_type(placement.dtype), copy=False))
+            if full is None:
+                full = np.zeros(placement.shape, host_type(placement.dtype))
+            full = self.world.broadcast(full.astype(host_type(placement.dtype), copy=False))
             weight = own.get(placement.name)
             if weight is not None and self.placements.is_here(placement):
-                set_weight(weight, from_host(self.placements.part(placement, whole).copy(), placement.dtype))
+                set_weight(weight, from_host(self.placements.part(placement, full).copy(), placement.dtype))
 
     def read_weights(self, folder: Path) -> None:
         files = self.world.run_on(
@@ -234,7 +234,7 @@ class ParallelModel(ReplicatedModel):
         self.scatter(lambda placement: files.get(placement) if files else None, names)
 
     def model_writer(
-        self, workspace: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
+        self, workspace: Path, write_full: Callable[[Path], None], beside: Sequence[Any] = ()
     ) -> Callable[[Path], None]:
         """Write the weights to ``workspace``; return a function that puts them into a checkpoint, on one rank."""
         self.write_weights(workspace / MODEL if self.world.is_main else None)
@@ -276,8 +276,8 @@ class ParallelModel(ReplicatedModel):
 
         attempt(begin)
         if self.mesh.index("dp") == 0:
-            for placement, whole in self.full_arrays(written):
-                attempt(lambda p=placement, a=whole: file.write(bytes_of(a, p.dtype)))  # type: ignore[misc]
+            for placement, full in self.full_arrays(written):
+                attempt(lambda p=placement, a=full: file.write(bytes_of(a, p.dtype)))  # type: ignore[misc]
         if file is not None:
             attempt(file.close)
         if error is not None and path is not None:
@@ -296,13 +296,15 @@ class ParallelModel(ReplicatedModel):
         if sharded:
             mine = {name: state and self._in_full_arrays(name, state) for name, state in mine.items()}
         # Scalars, such as the step, and the names of the arrays come from the rank that counts the parameter.
-        told = {
-            name: {key: self._told(placement, value) for key, value in state.items()}
+        sharded_state = {
+            name: {key: self._without_arrays(placement, value) for key, value in state.items()}
             for name, state in mine.items()
             if state and self.placements.owns(placement := self.placements[name])
         }
         outline = {
-            name: s for theirs in self.mesh.model_parallel_group.all_gather_object(told) for name, s in theirs.items()
+            name: s
+            for theirs in self.mesh.model_parallel_group.all_gather_object(sharded_state)
+            for name, s in theirs.items()
         }
         state: dict[int, dict[str, Any]] = {}
         for number, name in enumerate(name for group in groups for name in group):
@@ -319,9 +321,9 @@ class ParallelModel(ReplicatedModel):
                     entry[key] = HostTensor.back(value)
                     continue
                 array = to_host(part[key]) if part else None
-                whole = self.placements.whole(placement, array, "float32")
+                full = self.placements.full(placement, array, "float32")
                 if keep:
-                    entry[key] = from_host(whole, "float32")
+                    entry[key] = from_host(full, "float32")
         begins = np.cumsum([0, *map(len, groups)]).tolist()
         param_groups = [
             {**group, "params": list(range(begin, end))}
@@ -345,15 +347,15 @@ class ParallelModel(ReplicatedModel):
             return True
         return _is_array(value) and tuple(value.shape) == self.placements.shape_here(placement)
 
-    def _told(self, placement: Placement, value: Any) -> Any:
+    def _without_arrays(self, placement: Placement, value: Any) -> Any:
         """Return what the other ranks need to know of a state; None if it is an array, which is gathered."""
         if isinstance(value, ShardedArray):
             return without_pieces(value)
         return None if self._is_elementwise(placement, value) else HostTensor.of(value)
 
-    def local_optimizer_state(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    def local_optimizer_state(self, full: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
         own = self._own()
-        here = [[name for name in group if name in own] for group in whole["parameters"]]
+        here = [[name for name in group if name in own] for group in full["parameters"]]
         # A tied weight has a different name and position on the last stage than on the first.
         known = [[self.placements[name].name for name in group] for group in names]
         is_same = list(map(set, known)) == list(map(set, here))
@@ -361,8 +363,8 @@ class ParallelModel(ReplicatedModel):
         number_of = {name: number for number, name in enumerate(name for group in order for name in group)}
         state: dict[int, dict[str, Any]] = {}
         # fetch() is a collective: all ranks fetch all arrays in the same order, and keep their shards.
-        for number, name in enumerate(name for group in whole["parameters"] for name in group):
-            for key, value in (whole["state"].get(number) or whole["state"].get(str(number)) or {}).items():
+        for number, name in enumerate(name for group in full["parameters"] for name in group):
+            for key, value in (full["state"].get(number) or full["state"].get(str(number)) or {}).items():
                 array = value.fetch() if isinstance(value, (LazyArray, LazyTensor)) else value
                 if name not in number_of:
                     continue
@@ -375,7 +377,7 @@ class ParallelModel(ReplicatedModel):
         ends = np.cumsum([0, *map(len, order)]).tolist()
         param_groups = [
             {**group, "params": list(range(begin, end))}
-            for group, begin, end in zip(whole["param_groups"], ends, ends[1:])
+            for group, begin, end in zip(full["param_groups"], ends, ends[1:])
         ]
         return {"parameters": shown, "state": state, "param_groups": param_groups}
 
