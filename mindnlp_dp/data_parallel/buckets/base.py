@@ -22,8 +22,8 @@ class Bucket(abc.ABC):
 
     ``put`` adds ``loss_weight * gradient`` to a slot, ``start`` scales the accumulated values and begins the sum over
     the ranks, ``wait`` waits for the sum, ``get`` returns a copy of one slot of the result, ``release`` says that this
-    rank does not need the result any more, and ``clear`` empties the bucket. An empty slot counts as zeros. ``snapshot``
-    saves the accumulated values, and ``rollback`` returns to them, before or after the exchange.
+    rank does not need the result any more, and ``clear`` empties the bucket. An empty slot counts as zeros.
+    ``snapshot`` saves the accumulated values, and ``rollback`` returns to them, before or after the exchange.
 
     Attributes:
         scatter: Whether this rank reads only its own slice of the sum; set before the exchange begins.
