@@ -133,7 +133,7 @@ def reads_of_update(micro_steps: int) -> int:
     from mindnlp.core import nn, optim
 
     from mindnlp_dp.communication.process_group import ProcessGroup
-    from mindnlp_dp.communication.transports.mindspore.transport import MindSporeTransport
+    from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeTransport
 
     sys.path.insert(0, str(ROOT / "tests"))
     from stand_in_device import StandInDevice

@@ -288,7 +288,7 @@ def difference(task: Task, way: str, mesh: Optional[str], accumulation: int, fol
     if mesh is not None:
         from sharded_models import whole_weights
 
-        from mindnlp_dp.schedules.mesh_spec import parse_mesh
+        from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
         dp.init_device_mesh(parse_mesh(mesh))
         num_ranks = dp.get_device_mesh().dp_group.world_size

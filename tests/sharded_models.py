@@ -13,7 +13,7 @@ from tiny_transformers import batch, build, rows, train, whole_weights
 import mindnlp_dp as dp
 from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.parallel.device_mesh import get_device_mesh
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import Rows, alone, tiny_roberta
 from models import train as train_by_trainer
 

@@ -24,7 +24,7 @@ from typing import Any, Optional
 from mindnlp_dp.checkpoint.background import BackgroundWriter, Step
 from mindnlp_dp.checkpoint.directory import WORKSPACE
 from mindnlp_dp.checkpoint.manifest import RunId
-from mindnlp_dp.checkpoint.shards import ShardFiles
+from mindnlp_dp.checkpoint.shard_files import ShardFiles
 from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state
 from mindnlp_dp.checkpoint.writer import publish_checkpoint, write_checkpoint, write_files
 from mindnlp_dp.communication.process_group import ProcessGroup

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES, STATE, CheckpointError, check_checkpoint
-from mindnlp_dp.checkpoint.shards import open_sharded_arrays
+from mindnlp_dp.checkpoint.shard_files import open_sharded_arrays
 from mindnlp_dp.checkpoint.state_tree import PackedState
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import all_names, transient_buffers

@@ -32,7 +32,7 @@ from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import read
-from mindnlp_dp.runtime.partition import shard_bounds
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:

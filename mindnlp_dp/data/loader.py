@@ -17,8 +17,8 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.batches import Batch, Collator, collated, num_rows_of
 from mindnlp_dp.data.dataset_consistency import digest_of_lengths, sample_digests
 from mindnlp_dp.data.sampler import GlobalBatchSampler, accumulation_steps_to_keep
-from mindnlp_dp.runtime.partition import split_evenly
 from mindnlp_dp.runtime.random_state import reading
+from mindnlp_dp.runtime.shard_bounds import split_evenly
 
 
 class IndexedLoader:

@@ -31,7 +31,7 @@ import numpy as np
 
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
-from mindnlp_dp.data_parallel.buckets.base import Bucket
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.arrays import inspection
 

@@ -14,8 +14,8 @@ from mindnlp_dp.finetuning.progress import print_lines
 from mindnlp_dp.finetuning.results import write_results
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error, parse_layers
 from mindnlp_dp.report.runs import RunReport
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from mindnlp_dp.runtime.versions import mindnlp_series
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
 
 
 def join(config: ParallelConfig) -> tuple[dp.ProcessGroup, dp.DeviceMesh]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindnlp_dp.finetuning.settings import RunConfig
 from mindnlp_dp.report.figures import draw_png
-from mindnlp_dp.report.pipeline import pipeline_of
+from mindnlp_dp.report.pipeline_figure import pipeline_of
 from mindnlp_dp.report.runs import REPORT_FILE, RecordedRun, RunReport
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.devices import machine, peak_memory

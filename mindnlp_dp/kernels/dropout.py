@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.kernels.memory import empty
+from mindnlp_dp.kernels.memory_pool import empty
 from mindnlp_dp.kernels.sample_layout import (
     SampleLayout,
     is_known_number_of_rows,

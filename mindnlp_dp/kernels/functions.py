@@ -21,7 +21,7 @@ from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.linear_cross_entropy import losses_and_gradients
 from mindnlp_dp.kernels.matmul import add_product, column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
-from mindnlp_dp.kernels.memory import array_of, empty_like, tensor_of
+from mindnlp_dp.kernels.memory_pool import array_of, empty_like, tensor_of
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.kernels.rotary import rotate as rotate_array
 from mindnlp_dp.kernels.rotary import rotate_backward

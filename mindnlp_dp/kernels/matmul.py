@@ -16,7 +16,7 @@ from typing import Optional, Union
 import numpy as np
 
 from mindnlp_dp.kernels import onednn
-from mindnlp_dp.kernels.memory import ITEM_BYTES, empty, empty_like
+from mindnlp_dp.kernels.memory_pool import ITEM_BYTES, empty, empty_like
 from mindnlp_dp.kernels.workers import parallel_for
 
 # With tiles of half this size, oneDNN's kernels for AVX2 take up to twice as long for a weight's gradient; larger tiles

@@ -245,7 +245,7 @@ _OF_TORCHRUN = {
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options that say how a job is monitored and restarted; used by :class:`~mindnlp_dp.launch.job.Job`.
+    """Options that say how a job is monitored and restarted; used by :class:`~mindnlp_dp.launch.launch_job.Job`.
 
     Attributes:
         hang_timeout: seconds without progress of any rank after which the job is ended; 0: never.

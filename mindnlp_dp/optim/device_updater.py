@@ -24,9 +24,9 @@ import mindspore
 import numpy as np
 
 from mindnlp_dp.communication.lazy_arrays import materialize
-from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
-from mindnlp_dp.data_parallel.buckets.base import Bucket
-from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
+from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket
+from mindnlp_dp.data_parallel.buckets.device_bucket import DeviceBucket
 from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.updater import MindNLPUpdater, Updater

@@ -26,12 +26,12 @@ from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, pipeline_ed
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
 from mindnlp_dp.parallel.placement import Placements, replicate_all, take_shards
 from mindnlp_dp.parallel.plan_check import PlanCheck
-from mindnlp_dp.parallel.sequence_parallel.edits import sequence_parallel_edits
-from mindnlp_dp.parallel.sequence_parallel.shards import SequenceShards
+from mindnlp_dp.parallel.sequence_parallel.sequence_edits import sequence_parallel_edits
+from mindnlp_dp.parallel.sequence_parallel.token_shards import SequenceShards
 from mindnlp_dp.parallel.sharded_head import sharded_head_edits
 from mindnlp_dp.parallel.sharded_model import ShardedModel
-from mindnlp_dp.parallel.tensor_parallel.edits import rank_local_dropouts, tensor_parallel_edits
 from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, expert_parallel_edits
+from mindnlp_dp.parallel.tensor_parallel.tensor_edits import rank_local_dropouts, tensor_parallel_edits
 from mindnlp_dp.parallel.weights.meta_init import fill_missing
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles
 from mindnlp_dp.runtime.adapters import base_model

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.runtime.arrays import dtype_name, to_host
-from mindnlp_dp.runtime.partition import shard_bounds
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 
 @dataclass(frozen=True)

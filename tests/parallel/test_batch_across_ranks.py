@@ -16,7 +16,7 @@ from token_losses import distance, settings
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.batches import default_collate
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import alone, train, weights
 
 if not is_0_5:

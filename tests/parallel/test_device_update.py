@@ -10,11 +10,11 @@ import pytest
 from mindnlp.core import nn, optim
 
 import mindnlp_dp as dp
-from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
+from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
 from mindnlp_dp.optim import LAMB
 from mindnlp_dp.optim.device_updater import DeviceUpdater
-from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import MindNLPUpdater
+from mindnlp_dp.optim.updater_factory import make_updater
 from mindnlp_dp.optim.zero.parameterwise import ParameterwiseZeroUpdater
 
 # Among them: fewer elements than ranks, a scalar, no elements, and the size of two buckets.

@@ -15,7 +15,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.data.batches import Batch
 from mindnlp_dp.kernels import dispatch
 from mindnlp_dp.parallel.device_mesh import get_device_mesh
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import alone, train, weights
 
 if not is_0_5:

@@ -12,7 +12,7 @@ from mindspore import nn as cells
 
 import mindnlp_dp as dp
 from mindnlp_dp.communication.replicas import replicas_in_sync
-from mindnlp_dp.data_parallel.buckets.host import HostBucket
+from mindnlp_dp.data_parallel.buckets.host_bucket import HostBucket
 from models import VOCAB_SIZE, Rows, alone, assert_same_sums, tiny_roberta, weights
 
 NUM_STEPS, GLOBAL_BATCH = 4, 8

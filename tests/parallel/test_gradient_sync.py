@@ -6,7 +6,7 @@ import pytest
 
 import mindnlp_dp as dp
 from mindnlp_dp.communication.replicas import ReplicaMismatchError
-from mindnlp_dp.data_parallel.buckets.factory import _hint_at_mpi
+from mindnlp_dp.data_parallel.buckets.bucket_factory import _hint_at_mpi
 
 pytestmark = pytest.mark.core
 

@@ -17,7 +17,7 @@ from tiny_transformers import DECODERS, LORA, VOCAB, batch, build, train, whole_
 
 import mindnlp_dp as dp
 from mindnlp_dp.parallel.parallel_plan import PipelinePlan, ShardingPlan, TensorPlan, plan_for
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import Rows, alone
 from models import train as train_by_trainer
 

@@ -35,7 +35,7 @@ from mindnlp_dp.checkpoint import writer
 from mindnlp_dp.checkpoint.manifest import check_checkpoint
 from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.parallel.parallel_plan import ExpertPlan, PipelinePlan, ShardingPlan, TensorPlan, plan_for
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import Rows, alone
 from models import train as train_by_trainer
 

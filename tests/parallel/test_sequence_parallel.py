@@ -13,7 +13,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.language_modeling.rows import Collator
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, TensorPlan, plan_for
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import Rows, alone, tiny_roberta
 from models import train as train_by_trainer
 

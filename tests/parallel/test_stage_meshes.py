@@ -22,7 +22,7 @@ from sharded_models import (
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import alone
 
 # This autouse fixture applies to every test here.

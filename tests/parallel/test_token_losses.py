@@ -18,7 +18,7 @@ from token_losses import HEADS, distance, settings, together_and_alone, whole_ba
 import mindnlp_dp as dp
 from mindnlp_dp.data.batches import as_tensors
 from mindnlp_dp.parallel.device_mesh import get_device_mesh
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import alone, train, weights
 
 if not is_0_5:

@@ -19,12 +19,12 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
 from mindnlp_dp.data_parallel import synchronizer
-from mindnlp_dp.data_parallel.buckets import factory as buckets
+from mindnlp_dp.data_parallel.buckets import bucket_factory
 from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.optim import LAMB, LARS
-from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import MindNLPUpdater
+from mindnlp_dp.optim.updater_factory import make_updater
 from mindnlp_dp.training.metrics import LossMeter
 from mindnlp_dp.training.train_step import TrainStep
 
@@ -257,8 +257,8 @@ def two_hosts(group, monkeypatch):
         pytest.skip("two hosts of two ranks, and MPI")
     from mpi4py import MPI
 
-    from mindnlp_dp.communication.transports.mpi.shared_memory import HostMemory
-    from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
+    from mindnlp_dp.communication.transports.mpi.host_memory import HostMemory
+    from mindnlp_dp.communication.transports.mpi.mpi_transport import MPIChannel
     from mindnlp_dp.data_parallel import synchronizer_base
 
     comm = MPI.COMM_WORLD
@@ -290,7 +290,7 @@ def test_two_hosts_train_what_one_rank_trains(two_hosts, group, alone, optimizer
 @pytest.fixture
 def no_memory_for_weights(monkeypatch):
     """Refuse shared memory for weights, as if gradients had used all of it."""
-    from mindnlp_dp.communication.transports.mpi.shared_memory import HostMemory
+    from mindnlp_dp.communication.transports.mpi.host_memory import HostMemory
 
     refused = []
 
@@ -526,7 +526,7 @@ def test_memory_of_buckets_is_free_before_they_are_packed_anew(group, monkeypatc
 
     def make_buckets(*given):
         in_use.append(sum(array() is not None for array in memory))
-        return buckets.make_buckets(*given)
+        return bucket_factory.make_buckets(*given)
 
     monkeypatch.setattr(synchronizer, "make_buckets", make_buckets)
     job.sync.pack_in_order(range(len(SHAPES)))

@@ -43,7 +43,7 @@ from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.runtime.atomic_write import link_or_copy
 from mindnlp_dp.runtime.named_weights import named_weights
-from mindnlp_dp.runtime.partition import split_evenly
+from mindnlp_dp.runtime.shard_bounds import split_evenly
 from mindnlp_dp.runtime.sharded_array import FlatLayout, Shard, ShardedArray
 from models import Rows, tiny_config, tiny_roberta, train, weights
 

@@ -11,11 +11,11 @@ from stream_model import DeadlockError, LazyArray, Streams, StreamTransport
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
-from mindnlp_dp.parallel.pipeline_parallel.p2p import StageP2P
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
+from mindnlp_dp.parallel.pipeline_parallel.stage_messages import StageP2P
+from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
 from mindnlp_dp.runtime.arrays import to_host
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
-from mindnlp_dp.schedules.pipeline import SCHEDULES
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
 COLUMNS = 3
 UNEVEN = ["pp=2,dp=2|1,tp=1|2", "pp=2,tp=2|1,dp=1|2", "pp=2,dp=3|1,tp=1", "pp=2,dp=1|3", "pp=3,dp=2|4|1,tp=1|1|2"]

@@ -14,7 +14,7 @@ from mindnlp_dp.data.sampler import (
     grouped_by_length,
     plan_updates,
 )
-from mindnlp_dp.runtime.partition import split_evenly
+from mindnlp_dp.runtime.shard_bounds import split_evenly
 
 SIZES = {
     "num_samples": st.integers(1, 200),

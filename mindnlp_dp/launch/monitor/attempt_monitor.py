@@ -1,8 +1,8 @@
 """Monitor one attempt of a job: show its output, and find out why it ended.
 
-:mod:`mindnlp_dp.launch.job` creates a :class:`AttemptMonitor` for each attempt. It polls the reports of the hosts until
-all ranks have exited or the attempt is to be ended: a rank has failed, the job hangs, a host is lost, or a checkpoint
-was written so that the job can restart with more ranks.
+launch_job.py creates an :class:`AttemptMonitor` for each attempt. It polls the reports of the hosts until all ranks
+have exited or the attempt is to be ended: a rank has failed, the job hangs, a host is lost, or a checkpoint was written
+so that the job can restart with more ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AttemptResult:
 
 
 class AttemptMonitor:
-    """Monitors one attempt until it is over or is to be ended; used by :class:`~mindnlp_dp.launch.job.Job`."""
+    """Monitors one attempt until it is over or is to be ended; used by :class:`~mindnlp_dp.launch.launch_job.Job`."""
 
     def __init__(
         self,

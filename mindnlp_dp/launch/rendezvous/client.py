@@ -16,7 +16,7 @@ from typing import Any, Optional
 from mindnlp_dp.launch.errors import LaunchError, LeaderLostError, TemporaryError
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
-from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.launch.processes.local_host import LocalHost
 from mindnlp_dp.launch.rendezvous.protocol import AuthenticationError, Connection
 from mindnlp_dp.launch.rendezvous.server import Rendezvous
 from mindnlp_dp.launch.termination import Termination

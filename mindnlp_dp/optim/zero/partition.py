@@ -14,7 +14,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import Channel
-from mindnlp_dp.data_parallel.buckets.base import Bucket
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket
 from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL, ParameterSlice, aligned
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.fused.flat_weights import FlatWeights

@@ -2,7 +2,7 @@
 
 The trainers and custom loops call :meth:`Pipeline.run` on every rank with its stage (stages.py). It yields the loss of
 each micro-batch, on every stage, and the gradients of this stage's parameters, in the order in which the backward
-passes end (schedules/pipeline.py). MindSpore's autograd keeps the graph of every micro-batch in flight.
+passes end (pipeline_schedules/schedules.py). MindSpore's autograd keeps the graph of every micro-batch in flight.
 
 If N ranks split the samples of a micro-batch, each multiplies the gradients of its rows by N and uses 1/N of the
 weight, so that the gradient exchange, which is a weighted mean, sums them.
@@ -25,13 +25,13 @@ from mindnlp_dp.communication.p2p import ACTIVATIONS, GRADIENTS
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, MicroBatchShard
-from mindnlp_dp.parallel.pipeline_parallel.p2p import StageP2P, to_arrays, to_tensors
+from mindnlp_dp.parallel.pipeline_parallel.stage_messages import StageP2P, to_arrays, to_tensors
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, StageOutput
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedGradients, TiedParameter
+from mindnlp_dp.pipeline_schedules.schedules import FORWARD, Action, actions, check_schedule, link_order
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, number_of
 from mindnlp_dp.runtime.autograd import as_leaf_parameters
 from mindnlp_dp.runtime.random_state import num_calls, seeded
-from mindnlp_dp.schedules.pipeline import FORWARD, Action, actions, check_schedule, link_order
 
 Span = Callable[..., Any]
 

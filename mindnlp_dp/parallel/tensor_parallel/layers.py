@@ -24,8 +24,8 @@ from mindnlp_dp.communication.autograd_ops import copy_to, reduce_from
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.kernels.dispatch import supports
 from mindnlp_dp.runtime.arrays import read, to_host
-from mindnlp_dp.runtime.partition import shard_bounds
 from mindnlp_dp.runtime.random_state import SampleShard, ShardOf, rank_local_rng, replicated_rng
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 
 class SharedInput:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.planner.cost_model.memory import (
+from mindnlp_dp.planner.cost_model.memory_cost import (
     MemoryUse,
     entering_values,
     layer_inputs,
@@ -25,8 +25,8 @@ from mindnlp_dp.planner.cost_model.memory import (
     with_split_tokens,
 )
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, cost_of, layouts, resharding
-from mindnlp_dp.planner.profiles.cluster import Cluster, Link, all_gather, all_reduce, all_to_all
-from mindnlp_dp.planner.profiles.operators import (
+from mindnlp_dp.planner.profiles.cluster_profile import Cluster, Link, all_gather, all_reduce, all_to_all
+from mindnlp_dp.planner.profiles.operator_graph import (
     BATCH,
     COLUMN,
     EXPERT,
@@ -39,7 +39,7 @@ from mindnlp_dp.planner.profiles.operators import (
     cluster_layers,
     crossing,
 )
-from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
+from mindnlp_dp.runtime.mesh_spec import Size, mesh_name
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from mindnlp_dp.planner.profiles.operators import BATCH, COLUMN, NONE, VOCABULARY, Graph, Model, Operator
+from mindnlp_dp.planner.profiles.operator_graph import BATCH, COLUMN, NONE, VOCABULARY, Graph, Model, Operator
 
 # The roles of operators that tensor parallelism repeats on all devices, and of embeddings, as in mindnlp_dp.parallel.
 WHOLE = (BATCH, NONE)

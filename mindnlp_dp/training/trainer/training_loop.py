@@ -32,8 +32,8 @@ from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoi
 from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
-from mindnlp_dp.optim.factory import make_updater, warn_of_parameters_left_out
 from mindnlp_dp.optim.updater import Updater
+from mindnlp_dp.optim.updater_factory import make_updater, warn_of_parameters_left_out
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api

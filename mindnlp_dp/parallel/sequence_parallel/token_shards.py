@@ -18,8 +18,8 @@ from mindspore import Tensor, ops
 
 from mindnlp_dp.communication.autograd_ops import all_gather, all_to_all
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.runtime.partition import shard_bounds
 from mindnlp_dp.runtime.random_state import SampleShard, ShardOf, rank_local_rng
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 
 class SequenceShards:

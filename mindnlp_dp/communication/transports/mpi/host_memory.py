@@ -5,7 +5,7 @@ The memory is an array with one row per process, which all of them see. It is a 
 process releases it or is killed, and no limit on /dev/shm applies. (An MPI window would have to be
 freed by all ranks together, and could not be left to the garbage collector.)
 
-:mod:`mindnlp_dp.data_parallel.buckets.shared_memory` has a diagram of gradients in such rows.
+:mod:`mindnlp_dp.data_parallel.buckets.shared_memory_bucket` has a diagram of gradients in such rows.
 """
 
 from __future__ import annotations

@@ -15,12 +15,6 @@ import numpy as np
 
 from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.transports.channel import Channel
-from mindnlp_dp.communication.transports.mindspore.cluster import (
-    AllReduceOnlyCalls,
-    create_group,
-    init_cluster,
-    restore_sigint_handler,
-)
 from mindnlp_dp.communication.transports.mindspore.collective_calls import (
     DeviceCalls,
     MCCLCalls,
@@ -28,6 +22,12 @@ from mindnlp_dp.communication.transports.mindspore.collective_calls import (
     OneRankCalls,
     PrimitiveCalls,
     TimeoutReportingCalls,
+)
+from mindnlp_dp.communication.transports.mindspore.mindspore_cluster import (
+    AllReduceOnlyCalls,
+    create_group,
+    init_cluster,
+    restore_sigint_handler,
 )
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.communication.transports.single import SingleProcessTransport, reduce_arrays

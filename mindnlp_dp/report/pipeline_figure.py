@@ -11,8 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD, ideal_bubble
-from mindnlp_dp.schedules.pipeline_simulation import simulate_pipeline
+from mindnlp_dp.pipeline_schedules.schedules import BACKWARD, FORWARD, ideal_bubble
+from mindnlp_dp.pipeline_schedules.simulation import simulate_pipeline
 
 # A pass: kind, micro-batch, start and end in milliseconds since the first pass.
 Pass = tuple[str, int, float, float]

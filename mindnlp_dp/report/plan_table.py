@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
+from mindnlp_dp.pipeline_schedules.schedules import BACKWARD, FORWARD
 from mindnlp_dp.planner import load_cluster, load_model, plan
 from mindnlp_dp.planner.plan import Plan, Plans, StagePlan
-from mindnlp_dp.planner.profiles.operators import Model
+from mindnlp_dp.planner.profiles.operator_graph import Model
 from mindnlp_dp.report.outputs import write_outputs
-from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD
 
 PARTS = ("compute", "collectives", "transfers", "bubble", "gradients", "optimizer")
 _COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#BBBBBB", "#56B4E9", "#009E73")

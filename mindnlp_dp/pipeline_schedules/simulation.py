@@ -3,7 +3,7 @@
 The planner ranks candidates with it, and the report draws the ideal pipeline. It uses no cost formula: a stage runs the
 actions of its schedule one after another, each as soon as its input has arrived. A link carries one message at a time
 in each direction, while the stages continue to compute; with messages ``in_order``, as on devices, a link carries them
-one after another in the order of :func:`~mindnlp_dp.schedules.pipeline.link_order`, each when its receiver waits for
+one after another in the order of ``link_order`` (schedules.py), each when its receiver waits for
 it.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
-from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD, actions, check_schedule, link_order
+from mindnlp_dp.pipeline_schedules.schedules import BACKWARD, FORWARD, actions, check_schedule, link_order
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def simulate_pipeline(
     Args:
         forward: time of a micro-batch's forward pass, by stage.
         backward: time of its backward pass, by stage.
-        schedule: "gpipe", "1f1b" or "eager-1f1b" (:mod:`~mindnlp_dp.schedules.pipeline`).
+        schedule: "gpipe", "1f1b" or "eager-1f1b" (:mod:`~mindnlp_dp.pipeline_schedules.schedules`).
         transfer: time of a message between two stages, one number for all boundaries or one for each.
         in_order: whether messages are matched in order, and begin when their receiver waits for them.
 

@@ -7,10 +7,10 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
+from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
-from mindnlp_dp.data_parallel.buckets.base import Bucket
-from mindnlp_dp.data_parallel.buckets.host import sum_dtype
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket
+from mindnlp_dp.data_parallel.buckets.host_bucket import sum_dtype
 from mindnlp_dp.data_parallel.buckets.layout import ALIGN_NUMEL, BucketLayout
 from mindnlp_dp.runtime.arrays import HALF_TYPES, aligned_zeros, copy_of, to_host
 

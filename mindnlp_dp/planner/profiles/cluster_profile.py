@@ -255,7 +255,7 @@ _CALL_US, _GSCORES, _GDRAWS = 90, 0.085, 0.5
 
 
 def this_machine() -> dict[str, Any]:
-    """Return the keys of a cluster (:func:`~mindnlp_dp.planner.profiles.cluster.load_cluster`)."""
+    """Return the keys of a cluster (:func:`~mindnlp_dp.planner.profiles.cluster_profile.load_cluster`)."""
     from threadpoolctl import threadpool_limits
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,8 +13,8 @@ from typing import Any, Optional, Union
 
 from mindnlp_dp.planner.profiles.architectures import BUILDERS
 from mindnlp_dp.planner.profiles.builder import Builder
-from mindnlp_dp.planner.profiles.cluster import read_yaml
-from mindnlp_dp.planner.profiles.operators import ROLES, Graph, Model, Operator, with_lora
+from mindnlp_dp.planner.profiles.cluster_profile import read_yaml
+from mindnlp_dp.planner.profiles.operator_graph import ROLES, Graph, Model, Operator, with_lora
 
 # Published configurations, as differences from the defaults of their model type.
 _SHIPPED: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.model_edits import Edit, ModelIndex
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, TensorPlan, check_patterns, first_match, num_packed
 from mindnlp_dp.parallel.placement import Placements
-from mindnlp_dp.parallel.sequence_parallel.shards import SequenceShards
+from mindnlp_dp.parallel.sequence_parallel.token_shards import SequenceShards
 
 # The attribute with the number of heads of keys and values, and the one with the heads of queries for each of them.
 _KV_HEADS, _GROUPS = "num_key_value_heads", "num_key_value_groups"

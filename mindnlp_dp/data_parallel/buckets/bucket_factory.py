@@ -10,14 +10,14 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.channel import Channel, HostChannel
-from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
-from mindnlp_dp.communication.transports.mpi.shared_memory import CACHE_LINE_BYTES, round_up
-from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
-from mindnlp_dp.data_parallel.buckets.base import Bucket
-from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
-from mindnlp_dp.data_parallel.buckets.host import HostBucket, sum_dtype
+from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
+from mindnlp_dp.communication.transports.mpi.host_memory import CACHE_LINE_BYTES, round_up
+from mindnlp_dp.communication.transports.mpi.mpi_transport import MPIChannel
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket
+from mindnlp_dp.data_parallel.buckets.device_bucket import DeviceBucket
+from mindnlp_dp.data_parallel.buckets.host_bucket import HostBucket, sum_dtype
 from mindnlp_dp.data_parallel.buckets.layout import BucketLayout
-from mindnlp_dp.data_parallel.buckets.shared_memory import SharedBucket
+from mindnlp_dp.data_parallel.buckets.shared_memory_bucket import SharedBucket
 
 
 def make_buckets(

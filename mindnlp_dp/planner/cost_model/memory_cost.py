@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, choose_shardings, layouts
-from mindnlp_dp.planner.profiles.cluster import Link
-from mindnlp_dp.planner.profiles.operators import (
+from mindnlp_dp.planner.profiles.cluster_profile import Link
+from mindnlp_dp.planner.profiles.operator_graph import (
     BATCH,
     COLUMN,
     EXPERT,

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Optional
 
+from mindnlp_dp.pipeline_schedules.schedules import most_in_flight
 from mindnlp_dp.planner.candidates import mesh_problem
-from mindnlp_dp.planner.cost_model.memory import MemoryUse, memory_of
+from mindnlp_dp.planner.cost_model.memory_cost import MemoryUse, memory_of
 from mindnlp_dp.planner.cost_model.stage_costs import layers_of, stages_of_mesh
-from mindnlp_dp.planner.profiles.operators import Model
-from mindnlp_dp.runtime.partition import stage_bounds
-from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
-from mindnlp_dp.schedules.pipeline import most_in_flight
+from mindnlp_dp.planner.profiles.operator_graph import Model
+from mindnlp_dp.runtime.mesh_spec import Size, mesh_name
+from mindnlp_dp.runtime.shard_bounds import stage_bounds
 
 
 def estimate(

@@ -15,7 +15,7 @@ import numpy as np
 
 from mindnlp_dp.communication.transports.channel import HostChannel
 from mindnlp_dp.communication.transports.mpi.faults import abort_job_on_failure
-from mindnlp_dp.communication.transports.mpi.shared_memory import (
+from mindnlp_dp.communication.transports.mpi.host_memory import (
     STAGE_BYTES,
     HostExchange,
     HostMemory,

@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.schedules.resharding import UnitTask
+from mindnlp_dp.pipeline_schedules.resharding_layouts import UnitTask
 
 ALGORITHMS = ("naive", "balance", "greedy", "search")
 

@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 import mindspore
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
+from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.data_parallel.multi_group_synchronizer import MultiGroupSynchronizer
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer

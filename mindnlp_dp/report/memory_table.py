@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 from mindnlp_dp.planner import load_model
-from mindnlp_dp.planner.cost_model.memory import MemoryUse
-from mindnlp_dp.planner.estimate import estimate
+from mindnlp_dp.planner.cost_model.memory_cost import MemoryUse
+from mindnlp_dp.planner.estimate_memory import estimate
 from mindnlp_dp.report.outputs import write_outputs
-from mindnlp_dp.schedules.mesh_spec import Size, mesh_name, parse_mesh
+from mindnlp_dp.runtime.mesh_spec import Size, mesh_name, parse_mesh
 
 _ZERO_STAGES = (0, 1, 2)
 _COLUMNS = ("weights", "gradients", "optimizer", "activations")

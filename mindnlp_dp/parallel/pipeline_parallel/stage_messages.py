@@ -1,12 +1,12 @@
 """Sends hidden states from a pipeline stage to the next one, and their gradients back; the pipeline calls it.
 
 If two stages split a micro-batch in the same way, each rank sends to the rank with the same rank_in_stage of the other
-stage. Otherwise the planner schedules which rows are sent (:mod:`mindnlp_dp.schedules.resharding_schedule`); every rank
+stage. Otherwise the planner schedules which rows are sent (pipeline_schedules/resharding_schedule.py); every rank
 computes the same schedule.
 
 MindSpore issues all messages of a group on one stream of a device, in program order, and ignores tags; HCCL and NCCL
 complete a message only when it is received. There, a stage holds its activations until the next stage is about to
-receive them (:func:`~mindnlp_dp.schedules.pipeline.link_order`)::
+receive them (:func:`~mindnlp_dp.pipeline_schedules.schedules.link_order`)::
 
     stage 0   F0 ─a0─▶ F1 (holds a1)   ◀─g0─  ─a1─▶ B0  F2 (holds a2)   ◀─g1─  ─a2─▶ B1  ...
     stage 1      a0─▶ F0 B0            ─g0─▶   a1─▶ F1 B1               ─g1─▶   a2─▶ F2  ...
@@ -24,10 +24,10 @@ from mindspore import Tensor
 
 from mindnlp_dp.communication.p2p import ACTIVATIONS, PipelineP2P
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
+from mindnlp_dp.pipeline_schedules.resharding_layouts import box_of, unit_tasks
+from mindnlp_dp.pipeline_schedules.resharding_schedule import schedule_tasks
+from mindnlp_dp.pipeline_schedules.schedules import BACKWARD, FORWARD, Action
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
-from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD, Action
-from mindnlp_dp.schedules.resharding import box_of, unit_tasks
-from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
 
 Rows = tuple[int, int]
 
