@@ -1,7 +1,7 @@
 """This module defines the interface of a bucket, in which gradients are accumulated and summed, and exchanges buckets.
 
-The memory of a bucket depends on the library that transports it: host.py is for libraries of host memory,
-shared_memory.py for memory that the ranks of a host share, device.py for tensors on a device.
+The memory of a bucket depends on the library that transports it: host_bucket.py is for libraries of host memory,
+shared_memory_bucket.py for memory that the ranks of a host share, device_bucket.py for tensors on a device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This module sums gradients that stay on their device; factory.py creates its buckets for device channels."""
+"""This module sums gradients that stay on their device; bucket_factory.py creates it for device channels."""
 
 from __future__ import annotations
 

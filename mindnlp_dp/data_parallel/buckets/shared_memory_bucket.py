@@ -1,4 +1,4 @@
-"""This module sums gradients in memory that the ranks of a host share; factory.py creates its buckets for MPI.
+"""This module sums gradients in memory that the ranks of a host share; bucket_factory.py creates it for MPI.
 
 The diagram shows all copies, for two ranks on a host. Ranks write on the left of the rows, and read on the right::
 

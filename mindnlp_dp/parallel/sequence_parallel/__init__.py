@@ -1,1 +1,1 @@
-"""Sequence parallelism: each rank of the axis "sp" has a part of every row's tokens (shards.py, edits.py)."""
+"""Sequence parallelism: each rank of the axis "sp" has a part of every row's tokens (token_shards.py, sequence_edits.py)."""

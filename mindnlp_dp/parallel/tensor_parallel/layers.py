@@ -1,4 +1,4 @@
-"""Provides the tensor-parallel layers, whose weights are sharded over ranks; edits.py puts them into models.
+"""Provides the tensor-parallel layers, whose weights are sharded over ranks; tensor_edits.py puts them into models.
 
 A column-parallel and a row-parallel layer, with a computation between them that works on each shard alone, need one
 all-reduce in the forward pass and one in the backward pass (Shoeybi et al., Megatron-LM, 2019, section 3)::
