@@ -80,7 +80,7 @@ class FlatUpdater(MindNLPUpdater):
         self._owners = _owners_of.setdefault(optimizer, OptimizerStateRegistry())
         self._shards: Optional[StateShards] = None
         self._runs: Optional[tuple[int, ...]] = None
-        self._segments: list[Segment] = []
+        self._kept_segments: list[Segment] = []
         synchronizer.scatter = (
             zero_stage == 2 and shard_scope == "world" and isinstance(synchronizer.channel, HostChannel)
         )
@@ -90,7 +90,7 @@ class FlatUpdater(MindNLPUpdater):
     def _release_views(self) -> None:
         """Drop every view of the bucket memory before the buckets are repacked."""
         self.partition.release_views()
-        self._runs, self._segments = None, []
+        self._runs, self._kept_segments = None, []
 
     def _arrange(self) -> None:
         """Arrange weights and state for the current buckets. A collective."""
@@ -199,8 +199,8 @@ class FlatUpdater(MindNLPUpdater):
             else:
                 runs.append(-1)
         if tuple(runs) != self._runs:
-            self._runs, self._segments = tuple(runs), self.partition.segments(runs, self._state.arrays)
-        return self._segments
+            self._runs, self._kept_segments = tuple(runs), self.partition.segments(runs, self._state.arrays)
+        return self._kept_segments
 
     # The optimizer's state.
 

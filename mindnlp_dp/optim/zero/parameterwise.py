@@ -85,8 +85,8 @@ class ParameterwiseZeroUpdater(MindNLPUpdater):
             own = mine["state"].get(number)
             if sharded:
                 own = own and {name: as_sharded(value) for name, value in own.items()}
-                state = own and {name: without_pieces(value) for name, value in own.items()}
-                theirs = self._group.broadcast_object(state, src=owner)
+                outline = own and {name: without_pieces(value) for name, value in own.items()}
+                theirs = self._group.broadcast_object(outline, src=owner)
                 if theirs is not None:
                     state[number] = own if self._group.rank == owner else theirs
                 continue
