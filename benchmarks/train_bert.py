@@ -67,7 +67,7 @@ def update_stages(optimizer: Any, synchronizer: Any, zero_stage: Any = "auto") -
     updater = make_updater(optimizer, synchronizer, zero_stage=zero_stage)
 
     def stages() -> Iterable[str]:
-        averaged = updater.average(synchronizer)
+        averaged = updater.receive(synchronizer.reduce(in_place=updater.reads_buckets), synchronizer)
         yield "exchange"
         averaged, _ = updater.clip(averaged, MAX_NORM)
         yield "clip"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
+import numpy as np
+
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.data_parallel.synchronizer_base import ExchangeStats, Synchronizer
 
@@ -72,16 +74,16 @@ class MultiGroupSynchronizer(Synchronizer):
         for synchronizer in self.synchronizers:
             synchronizer.reset_error_feedback()
 
-    def reduce(self) -> list[Optional[Any]]:
+    def reduce(self, *, in_place: bool = False) -> Any:
         found: list[Optional[Any]] = [None] * len(self.parameters)
         for synchronizer, places in zip(self.synchronizers, self.places):
-            for place, gradient in zip(places, synchronizer.reduce()):
+            result = synchronizer.reduce(in_place=in_place)
+            for place, gradient in zip(places, result if result is not None else ()):
                 found[place] = gradient
-        self.collect_stats()
-        return found
+        self._add_up_costs()
+        return found if not in_place else np.array(found, bool) if self.total_loss_weight > 0 else None
 
-    def collect_stats(self) -> None:
-        """Add up the costs of the synchronizers."""
+    def _add_up_costs(self) -> None:
         reports = [synchronizer.last_exchange for synchronizer in self.synchronizers]
         sent = [report.bytes_sent for report in reports]
         self.last_exchange = ExchangeStats(

@@ -67,7 +67,7 @@ class GradientSynchronizer(BufferedSynchronizer):
 
     Attributes:
         compression: The compression that the user chose.
-        scatter: Whether this rank needs only its own slices of the result of :meth:`reduce_in_place`; between hosts
+        scatter: Whether this rank needs only its own slices of the result of ``reduce(in_place=True)``; between hosts
             that saves half of the exchange.
         keeps_tensors: Whether those slices stay on the device as tensors (:meth:`.DeviceBucket.keep_shard`).
         before_packing: A callback that runs before buckets are repacked and must release all views of their memory.
@@ -231,7 +231,7 @@ class GradientSynchronizer(BufferedSynchronizer):
     def _reduce(self) -> list[Optional[Any]]:
         self.channel.check_open(self.group.rank)
         if self.scatter and self.overlap.is_sending and not self._in_place:
-            raise RuntimeError("gradients were exchanged for an update that is divided: reduce_in_place() takes them")
+            raise RuntimeError("gradients were exchanged for a sharded update: call reduce(in_place=True)")
         if self._header is not None and not self.overlap.is_open:
             for bucket in self.buckets:
                 bucket.scatter = self.scatter and self._in_place
@@ -283,21 +283,15 @@ class GradientSynchronizer(BufferedSynchronizer):
         self.losses, self.sum_of_squares = values.losses, values.sum_of_squares
         return values.used > 0, np.array([*theirs, values.num_bad, values.num_changed])
 
-    def reduce_in_place(self) -> Optional[np.ndarray]:
-        """Exchange the accumulated gradients, and leave the result in the buckets until the next update begins.
-
-        :meth:`.Bucket.sums` returns it.
-
-        Call :meth:`repack_if_learned` after the result has been used. Both are collectives.
-
-        Returns a mask of the parameters that any rank used (a bucket without any is not exchanged); None if all
-        micro-batches were skipped. Raises the same errors as :meth:`reduce`.
-        """
-        self._in_place = True
+    def reduce(self, *, in_place: bool = False) -> Any:
+        self._in_place = in_place
         try:
-            marks = np.array([mark is not None for mark in self.reduce()])
+            gradients = super().reduce()
         finally:
             self._in_place = False
+        if not in_place:
+            return gradients
+        marks = np.array([mark is not None for mark in gradients])
         return marks if self.total_loss_weight > 0 else None
 
     def repack_if_learned(self) -> None:

@@ -98,7 +98,7 @@ class Synchronizer(abc.ABC):
         Within :meth:`no_sync` nothing is exchanged, and the gradients are returned unchanged.
         """
         self.accumulate(gradients, loss_weight)
-        return list(gradients) if self._exchange_is_off else self.reduce()
+        return list(gradients) if self._exchange_is_off else list(self.reduce())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -162,11 +162,15 @@ class Synchronizer(abc.ABC):
         """Discard what this rank has accumulated, as after an exception, so that no partial sum is exchanged."""
 
     @abc.abstractmethod
-    def reduce(self) -> list[Optional[Any]]:
+    def reduce(self, *, in_place: bool = False) -> Any:
         """Exchange the accumulated gradients and begin a new update; a collective, called by every rank.
 
         Returns the weighted mean for every parameter, in private memory of this rank; only None if the ranks skipped
         all of their micro-batches.
+
+        With ``in_place``, which needs buckets, the means stay in the buckets until the next update begins
+        (:meth:`.Bucket.sums`). Returns a mask of the parameters that any rank used (a bucket without any is not
+        exchanged), or None if all micro-batches were skipped. Call :meth:`repack_if_learned` after the use.
 
         Raises:
             ValueError: Raised on every rank if the total weight is zero and no micro-batch was skipped.
@@ -260,7 +264,8 @@ class BufferedSynchronizer(Synchronizer):
     def skip(self) -> None:
         self._skipped += 1
 
-    def reduce(self) -> list[Optional[Any]]:
+    def reduce(self, *, in_place: bool = False) -> Any:
+        assert not in_place, "only buckets keep means in place"
         began = time.perf_counter()
         num_bytes, num_calls = self.num_bytes, self.num_calls
         try:

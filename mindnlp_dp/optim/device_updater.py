@@ -55,6 +55,8 @@ class DeviceUpdater(MindNLPUpdater):
         zero_stage: The ZeRO stage: 1 or 2.
     """
 
+    reads_buckets = True
+
     def __init__(
         self, optimizer: Any, synchronizer: GradientSynchronizer, zero_stage: int, scheduler: Any = None
     ) -> None:
@@ -104,8 +106,8 @@ class DeviceUpdater(MindNLPUpdater):
 
     # The update.
 
-    def average(self, synchronizer: Any) -> Optional[Slices]:
-        used = synchronizer.reduce_in_place()
+    def receive(self, gradients: Optional[np.ndarray], synchronizer: Any) -> Optional[Slices]:
+        used = gradients
         self._sum_of_squares = synchronizer.sum_of_squares
         if self._sync.buckets is not self._packed:
             self._arrange()

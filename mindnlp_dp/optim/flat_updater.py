@@ -42,13 +42,15 @@ _owners_of: weakref.WeakKeyDictionary[Any, OptimizerStateRegistry] = weakref.Wea
 class FlatUpdater(MindNLPUpdater):
     """Updates float32 weights in host memory, for MindNLP optimizers that have a rule.
 
-    The ``gradients`` that :meth:`average` returns and :meth:`update` takes are a mask of the parameters that were used.
+    The ``gradients`` that :meth:`receive` returns and :meth:`update` takes are a mask of the parameters that were used.
 
     Args:
         zero_stage: The ZeRO stage: 0, 1 or 2.
         shard_scope: The ranks that shard the update in stages 1 and 2: those of each "host", so that every host has all
-            of the state, or those of the whole "job".
+            of the state, or all of the "world".
     """
+
+    reads_buckets = True
 
     def __init__(
         self,
@@ -107,12 +109,12 @@ class FlatUpdater(MindNLPUpdater):
 
     # The update.
 
-    def average(self, synchronizer: Any) -> Optional[np.ndarray]:
-        used, self._scale = synchronizer.reduce_in_place(), 1.0
+    def receive(self, gradients: Optional[np.ndarray], synchronizer: Any) -> Optional[np.ndarray]:
+        self._scale = 1.0
         if self._sync.buckets is not self.partition.buckets:
             self._arrange()
             self.partition.read_sums()
-        return used
+        return gradients
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         return Updater.clip(self, gradients, max_norm)

@@ -6,8 +6,10 @@ All of them have the same optimizer, and gradients are clipped by one norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from mindnlp_dp.data_parallel.multi_group_synchronizer import MultiGroupSynchronizer
 from mindnlp_dp.optim.updater import Updater
@@ -21,11 +23,29 @@ class MultiGroupUpdater(Updater):
         self._synchronizer = synchronizer
         self._updaters = updaters
         self.scheduler = updaters[0].scheduler
+        self.reads_buckets = updaters[0].reads_buckets
 
-    def average(self, synchronizer: Any) -> Any:
-        gradients = [updater.average(each) for updater, each in zip(self._updaters, self._synchronizer.synchronizers)]
-        self._synchronizer.collect_stats()
-        return gradients
+    def receive(self, gradients: Any, synchronizer: Any) -> Any:
+        of_each = [
+            None if gradients is None else [gradients[i] for i in places] for places in self._synchronizer.places
+        ]
+        if self.reads_buckets:
+            of_each = [None if used is None else np.array(used) for used in of_each]
+        triples = zip(self._updaters, of_each, self._synchronizer.synchronizers)
+        return [updater.receive(mine, each) for updater, mine, each in triples]
+
+    def call_with_gradients(self, gradients: Any, before_update: Callable[[], None]) -> Any:
+        results: list[Any] = []
+
+        def nested(number: int) -> None:
+            if number == len(self._updaters):
+                before_update()
+                return
+            mine = self._updaters[number].call_with_gradients(gradients[number], lambda: nested(number + 1))
+            results.insert(0, mine)
+
+        nested(0)
+        return results
 
     def norm(self, gradients: Any) -> float:
         return math.hypot(*(updater.norm(mine) for updater, mine in zip(self._updaters, gradients)))

@@ -64,16 +64,17 @@ class Updater(abc.ABC):
     """
 
     scheduler: Any = None
-    # The sum of squares of the gradients that average() returned, if the exchange has read it; else None.
+    # Whether the gradients are read from the buckets of the synchronizer: its reduce(in_place=True).
+    reads_buckets = False
+    # The sum of squares of the gradients, if the exchange has read it; else None.
     _sum_of_squares: Optional[float] = None
 
     def __init__(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         self.optimizer = optimizer
         self.parameters = parameters
 
-    def average(self, synchronizer: Synchronizer) -> Any:
-        """Exchange the accumulated gradients and return the ``gradients`` that the other methods take. A collective."""
-        gradients = synchronizer.reduce()
+    def receive(self, gradients: Any, synchronizer: Synchronizer) -> Any:
+        """Return the ``gradients`` that the other methods take, from what ``synchronizer.reduce`` has returned."""
         self._sum_of_squares = synchronizer.sum_of_squares
         return gradients
 

@@ -63,11 +63,16 @@ def make_updater(
     scope = scope or ModelScope()
     _check_scope(optimizer, synchronizer, scope)
     if isinstance(synchronizer, MultiGroupSynchronizer):
-        stages = [0 if zero_stage == "auto" else zero_stage] * len(synchronizer.synchronizers)
+        stage = 0 if zero_stage == "auto" else zero_stage
         updaters = [
-            make_updater(optimizer, each, stage, scheduler if number == 0 else None, scope.part(places))
-            for number, (each, stage, places) in enumerate(zip(synchronizer.synchronizers, stages, synchronizer.places))
-        ]
+            make_updater(
+                optimizer, each, stage, scheduler if number == 0 else None, scope.part(places),
+                shows_gradients=shows_gradients,
+            )
+            for number, (each, places) in enumerate(zip(synchronizer.synchronizers, synchronizer.places))
+        ]  # fmt: skip
+        if len({updater.reads_buckets for updater in updaters}) > 1:
+            return make_updater(optimizer, synchronizer, zero_stage, scheduler, scope, shows_gradients=True)
         return MultiGroupUpdater(optimizer, synchronizer, updaters)
     _check_agreement(optimizer, synchronizer, zero_stage)
     _warn_of_small_types(optimizer, synchronizer)

@@ -321,7 +321,7 @@ class FunctionalStep:
                 f"expected 1 to {self.accumulation_steps} micro-batches, got {len(micro_batches)} on rank "
                 f"{self.synchronizer.group.label()}; None stands for one that a rank has not"
             )
-        self.grad_norm = self.train_step(self._micro_steps(micro_batches), self.num_updates)
+        self.grad_norm = self.train_step(micro_batches, self.num_updates, self._run_passes)
         self.num_updates += 1
         seen = self.train_step.last_losses
         weight = sum(weight for _, weight in seen)
@@ -331,6 +331,6 @@ class FunctionalStep:
         """Return the mean loss over all ranks since the last call of this method. A collective."""
         return self.train_step.losses.mean_since_log()
 
-    def _micro_steps(self, micro_batches: list[Any]) -> Iterator[MicroStep]:
+    def _run_passes(self, micro_batches: Sequence[Optional[Any]], step: int) -> Iterator[MicroStep]:
         with self._span_loss.correct_losses(micro_batches):
-            yield from self._forward_backward.micro_steps(micro_batches, self.num_updates, self.seed)
+            yield from self._forward_backward.micro_steps(micro_batches, step, self.seed)

@@ -1,10 +1,11 @@
 """Does one optimizer step from this rank's part of a global batch; the Trainer and custom loops call it.
 
-It takes the micro-steps of an update as they are computed, each with its loss, gradients and weight. After the step all
-ranks have the same weights. It does not depend on models or trainers::
+After the step all ranks have the same weights. It does not depend on models or trainers::
 
-    micro-steps ── accumulate (loss_weight * gradient) ── reduce ── clip ── optimizer ── scheduler
-                        no communication         1 all-reduce per bucket  (mindnlp_dp.optim)
+    for each micro-batch:                                                           (forward_backward.py)
+        forward and backward pass ── accumulate loss_weight * gradient              no communication
+    reduce                                                                          one all-reduce per bucket
+    clip ── optimizer ── scheduler                                                  (mindnlp_dp.optim)
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -29,6 +30,9 @@ from mindnlp_dp.training.metrics import (
 )
 from mindnlp_dp.training.timeline import StepTimeline
 
+# From an update's micro-batches and its number to the results of their passes, one by one.
+ForwardBackwardPasses = Callable[[Sequence[Optional[Any]], int], Iterable[MicroStep]]
+
 
 @dataclass
 class _SeenLoss:
@@ -41,9 +45,9 @@ class _SeenLoss:
 
 
 class TrainStep:
-    """Accumulates micro-steps, exchanges the gradients and updates the weights; every rank calls it once per update.
+    """Accumulates gradients, exchanges them and updates the weights; every rank calls it once per update.
 
-    It takes the micro-steps one by one as they are computed. If a loss is NaN or infinite, its micro-step is left out
+    If a loss is NaN or infinite, its micro-step is left out
     with a warning; if the averaged gradient is, the update is left out. Without ``leave_out_bad_losses`` both raise
     FloatingPointError on every rank. ``resync_tied_weights`` is called after every update of the weights, and
     ``adapters`` checks the gradients of the first one. ``before_update`` and ``after_update`` are called around the
@@ -77,12 +81,20 @@ class TrainStep:
         # out.
         self.last_losses: list[tuple[float, float]] = []
 
-    def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
-        """Do update number ``step``; return the norm of the averaged gradient, or None if it is not clipped."""
-        seen = self._accumulate(micro_steps)
+    def __call__(
+        self, micro_batches: Sequence[Optional[Any]], step: int, forward_backward: ForwardBackwardPasses
+    ) -> Optional[float]:
+        """Do update number ``step``; return the norm of the averaged gradient, or None if it is not clipped.
+
+        Args:
+            micro_batches: This rank's micro-batches; None replaces one that it does not have.
+            forward_backward: A function of the micro-batches and the step that runs the passes of one after another,
+                and yields each result.
+        """
+        seen = self._accumulate(forward_backward(micro_batches, step))
         if self._adapters is not None and self._adapters.report():
             self._adapters = None
-        gradients = self._exchange(step)
+        gradients = self._reduce(step)
         sync = self.synchronizer
         losses, bad = self._read(seen, step)
         if sync.num_skipped and not report_nonfinite_loss(bad, sync.group, go_on=self.leave_out_bad_losses):
@@ -104,11 +116,12 @@ class TrainStep:
         self._resync_tied_weights()
         self._after_update()
 
-    def _exchange(self, step: int) -> Any:
+    def _reduce(self, step: int) -> Any:
         """Average the accumulated gradients over the ranks. A collective."""
+        sync = self.synchronizer
         with self.timeline.span("wait for gradients", step=step), heartbeat.waiting("the exchange of gradients"):
-            gradients = self.updater.average(self.synchronizer)
-        for name, began, ended in self.synchronizer.last_exchange.spans:
+            gradients = self.updater.receive(sync.reduce(in_place=self.updater.reads_buckets), sync)
+        for name, began, ended in sync.last_exchange.spans:
             self.timeline.add(name, began, ended, "exchange", step=step)
         return gradients
 
@@ -125,7 +138,7 @@ class TrainStep:
         return [(value, loss.loss_weight) for loss, value in known if loss.is_counted and math.isfinite(value)], bad
 
     def _accumulate(self, micro_steps: Iterable[MicroStep]) -> list[_SeenLoss]:
-        """Accumulate the micro-steps of an update; return their losses."""
+        """Run the micro-steps of an update and accumulate their gradients; return their losses."""
         sync = self.synchronizer
         seen: list[_SeenLoss] = []
         try:

@@ -81,7 +81,9 @@ class Job:
             gradients = gradients_of(self.done, self.group.rank, unused)
             wanted = getattr(mindspore, self.dtype)
             self.sync.accumulate([g if g is None else g.astype(wanted) for g in gradients], 1.0)
-            averaged, norm = self.updater.clip(self.updater.average(self.sync), max_norm)
+            averaged, norm = self.updater.clip(
+                self.updater.receive(self.sync.reduce(in_place=self.updater.reads_buckets), self.sync), max_norm
+            )
             norms.append(norm)
             self.updater.update(averaged)
             self.updater.finish()
@@ -249,13 +251,15 @@ def test_nothing_finite(group):
     if group.rank == group.world_size - 1:
         gradients[6] = gradients[6] * float("nan")
     job.sync.accumulate(gradients, 1.0)
-    assert not job.updater.are_finite(job.updater.average(job.sync))
+    assert not job.updater.are_finite(
+        job.updater.receive(job.sync.reduce(in_place=job.updater.reads_buckets), job.sync)
+    )
 
 
 def test_nobody_had_samples(group):
     job = Job(group)
     job.sync.skip()
-    assert job.updater.average(job.sync) is None
+    assert job.updater.receive(job.sync.reduce(in_place=job.updater.reads_buckets), job.sync) is None
 
 
 def test_an_optimizer_that_looks_at_whole_parameters_is_dealt_out(group, monkeypatch):

@@ -87,6 +87,11 @@ def gradients_of(step, unused=()):
     return found
 
 
+def as_computed(micro_steps, step):
+    """Stand for forward and backward passes: the micro-batches are their results."""
+    return micro_steps
+
+
 class Job:
     """Runs updates with known gradients, equal for any number of ranks: in each update only one rank has a gradient."""
 
@@ -105,7 +110,7 @@ class Job:
         for _ in range(num_updates):
             is_mine = self.done % self.group.world_size == self.group.rank
             micro = [MicroStep(1.0, gradients_of(self.done, unused), 1.0)] if is_mine else []
-            norms.append(self.step(micro, self.done))
+            norms.append(self.step(micro, self.done, as_computed))
             self.done += 1
         return norms
 
@@ -228,7 +233,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(group, zero_stage, max_gra
     bad = gradients_of(0)
     bad[4] = mindspore.Tensor(np.full((20_011,), np.inf, np.float32))
     with pytest.warns(RuntimeWarning):
-        job.step([MicroStep(1.0, bad, 1.0)] if group.is_main else [], 2)
+        job.step([MicroStep(1.0, bad, 1.0)] if group.is_main else [], 2, as_computed)
     assert_same(job.weights(), before)
     assert job.updater._state.steps == count
     job.run(1)
@@ -242,11 +247,11 @@ def test_a_gradient_whose_squares_are_too_large(group, zero_stage):
     large[4] = mindspore.Tensor(np.full((20_011,), 1e30, np.float32))
     micro = [MicroStep(1.0, large, 1.0)] if group.is_main else []
     job = Job("sgd", group, zero_stage, max_grad_norm=None)
-    job.step(micro, 0)
+    job.step(micro, 0, as_computed)
     np.testing.assert_allclose(job.parameters[4].asnumpy(), -1e29, rtol=1e-6)
     job = Job("sgd", group, zero_stage)
     with pytest.warns(RuntimeWarning, match="the norm of the averaged gradient is inf at step 0"):
-        job.step(micro, 0)
+        job.step(micro, 0, as_computed)
     assert_same(job.weights(), [p.asnumpy() for p in make_parameters()])
 
 
@@ -497,7 +502,9 @@ def test_two_steps_of_one_optimizer_have_other_parameters(group, alone, zero_sta
             updater = make_updater(optimizer, sync, zero_stage)
             steps.append(TrainStep(sync, updater, LossMeter(group), max_grad_norm=1.0))
         for number in range(6):
-            steps[number % 2]([MicroStep(1.0, gradients_of(number), 1.0)] if group.rank == 0 else [], number)
+            steps[number % 2](
+                [MicroStep(1.0, gradients_of(number), 1.0)] if group.rank == 0 else [], number, as_computed
+            )
         return [p.asnumpy() for p in (*both[0], *both[1])]
 
     apart = weights(alone, 0, share_optimizer=False) if group.rank == 0 else None
@@ -622,7 +629,7 @@ def test_parameters_that_were_assigned_each_others_memory(group, zero_stage):
         first.assign_value(second)
         second.assign_value(kept)
         group.barrier()
-        step([MicroStep(1.0, gradients, 1.0)], number)
+        step([MicroStep(1.0, gradients, 1.0)], number, as_computed)
         expected = (1.0, 2.0) if number % 2 else (2.0, 1.0)
         assert [np.unique(p.asnumpy()).tolist() for p in (one, other)] == [[value] for value in expected]
 
@@ -739,7 +746,7 @@ def test_an_optimizer_that_is_changed_behind_our_back_is_an_error_on_all_ranks(g
     optimizer = optim.SGD(parameters[:-1], lr=0.1)
     accumulation = dp.GradientSynchronizer(parameters, group, overlap=False)
     step = TrainStep(accumulation, make_updater(optimizer, accumulation, "auto"), LossMeter(group))
-    step([MicroStep(1.0, gradients_of(0), 1.0)], 0)
+    step([MicroStep(1.0, gradients_of(0), 1.0)], 0, as_computed)
     before = [p.asnumpy().copy() for p in parameters]
     if group.rank == group.world_size - 1:
         if change == "step":
@@ -747,6 +754,6 @@ def test_an_optimizer_that_is_changed_behind_our_back_is_an_error_on_all_ranks(g
         else:
             optimizer.add_param_group({"params": parameters[-1:], "maximize": True})
     with pytest.raises(RuntimeError, match=f"SGD was changed on 1 of {group.world_size} ranks"):
-        step([MicroStep(1.0, gradients_of(1), 1.0)], 1)
+        step([MicroStep(1.0, gradients_of(1), 1.0)], 1, as_computed)
     for parameter, value in zip(parameters, before):
         np.testing.assert_array_equal(parameter.asnumpy(), value)

@@ -271,7 +271,7 @@ def test_a_group_of_one_rank_updates_without_a_communicator(device, group, param
         with sync.backward(4.0):
             gradients = backward(parameters, value)
         sync.accumulate(gradients, 4.0)
-        updater.update(updater.average(sync))
+        updater.update(updater.receive(sync.reduce(in_place=updater.reads_buckets), sync))
         updater.finish()
     for parameter in parameters:
         np.testing.assert_array_equal(parameter.asnumpy(), np.full(parameter.shape, -3.0, np.float32))
@@ -634,7 +634,7 @@ def test_a_divided_update(device, group, parameters, zero_stage):
             with sync.backward(4.0):
                 gradients = backward(parameters, value)
             sync.accumulate(gradients, 4.0)
-            clipped, norm = updater.clip(updater.average(sync), 1.0)
+            clipped, norm = updater.clip(updater.receive(sync.reduce(in_place=updater.reads_buckets), sync), 1.0)
             updater.update(clipped)
         updater.finish()
         sync.repack_if_learned()

@@ -1,4 +1,6 @@
-"""Exchanges tokens for attention heads, and back, among the ranks of the axis "sp"; sequence_edits.py puts it into models.
+"""Exchanges tokens for attention heads, and back, among the ranks of the axis "sp".
+
+sequence_edits.py puts these operators into models.
 
 Outside of attention a rank has some tokens of each row; in attention it has all tokens, and some of the heads. Two
 all-to-alls are between them (Jacobs et al., DeepSpeed Ulysses, 2023)::

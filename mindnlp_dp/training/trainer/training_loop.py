@@ -22,7 +22,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
@@ -240,7 +240,7 @@ class TrainingLoop:
             trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
             sync_seconds = self.synchronizer.seconds
             with self.timeline.operators(trainer.state.global_step):
-                norm = self.train_step(self._micro_steps(micro_batches), trainer.state.global_step)
+                norm = self.train_step(micro_batches, trainer.state.global_step, self._run_passes)
             self.speed.add_update(self.synchronizer.seconds - sync_seconds)
             if args.sync_stats and self.world.is_main:
                 print(f"update {trainer.state.global_step}: {self.synchronizer.last_exchange}", flush=True)
@@ -271,7 +271,7 @@ class TrainingLoop:
         agreed, state = self.agree.agreed, self.trainer.state
         return agreed["should_epoch_stop"] or agreed["should_training_stop"] or state.global_step >= state.max_steps
 
-    def _micro_steps(self, micro_batches: list[Any]) -> Iterator[MicroStep]:
+    def _run_passes(self, micro_batches: Sequence[Optional[Any]], step: int) -> Iterator[MicroStep]:
         """Run this rank's micro-batches of one global batch, and yield their losses and gradients one by one."""
         trainer = self.trainer
         self._check_parameters()
@@ -283,7 +283,7 @@ class TrainingLoop:
             check_columns=self.check_columns, loss_check=self.loss_check,
         )  # fmt: skip
         with trainer.trainer_loss.span_loss().correct_losses(micro_batches):
-            yield from forward_backward.micro_steps(micro_batches, trainer.state.global_step, trainer.args.seed)
+            yield from forward_backward.micro_steps(micro_batches, step, trainer.args.seed)
         # The exchange holds this rank's gradients now; free their memory before the averaged ones are allocated.
         trainer.model.zero_grad()
 
