@@ -1,7 +1,8 @@
 """Plans the parallelism of a training run before it starts; needs neither a device nor MindSpore.
 
 :func:`plan` and :func:`predict` use all parts, and each part works alone: the integer program and the dynamic program
-of Alpa, the scheduling of resharding between two meshes, a pipeline simulator, and a memory model.
+of Alpa, the scheduling of resharding between two meshes, a pipeline simulator, and a memory model. Read planning.py
+first, then candidates.py and cost_model/.
 """
 
 from mindnlp_dp.pipeline_schedules.resharding_layouts import UnitTask, unit_tasks

@@ -24,7 +24,6 @@ from mindnlp_dp.checkpoint.directory import (
     remove_unfinished_checkpoints,
 )
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
-from mindnlp_dp.checkpoint.manifest import RunId
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors
 from mindnlp_dp.data.dataset_adapter import IndexedSource, adapt, make_loader
@@ -47,6 +46,7 @@ from mindnlp_dp.training.trainer.mindnlp_trainer import (
     TrainingArguments,
 )
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
 from mindnlp_dp.training.trainer.training_loop import TrainingLoop
 from mindnlp_dp.training.uninitialized_weights import check_values
@@ -64,18 +64,10 @@ NOT_CALLED = {
 }
 
 
-class DataParallelTrainerBase(abc.ABC):
+class DataParallelTrainerBase(TrainerInterface):
     """Makes the library's ``Trainer`` data parallel; every ``DataParallelTrainerMixin`` derives from this class."""
 
     is_data_parallel = True
-    args: DataParallelArgumentsBase
-    model: Any
-    state: Any
-    # The run whose checkpoints train() writes.
-    run_id: RunId
-    eval_dataset: Any
-    preprocess_logits_for_metrics: Any
-    training_loop: TrainingLoop
 
     # The methods of the library's Trainer that are not called, and what to do instead of overriding them.
     not_called: ClassVar[Mapping[str, str]] = NOT_CALLED
@@ -84,17 +76,15 @@ class DataParallelTrainerBase(abc.ABC):
         for name, instead in self.not_called.items():
             if self._has_own(name):
                 raise ValueError(f"{type(self).__name__} has its own {name}, which is not called: {instead}")
-        # The ranks among which samples are split, and all ranks, which may hold shards of the model.
         self.group, self.world = get_data_group(), get_process_group()
         self._synchronizer: Optional[Synchronizer] = None
         self._folder_lock: Optional[FolderLock] = None
         self.checkpoint_writer = BackgroundWriter(self.world)
-        self.resumed_from: Optional[Path] = None
+        self.resumed_from = None
         self.trainer_loss = TrainerLoss(self)
         self.current_tokens = 0
         self._logs = True
-        # Samples per update; None if it follows from the other settings and the number of ranks.
-        self.global_batch_size: Optional[int] = None
+        self.global_batch_size = None
         super().__init__(*self._with_upgraded_arguments(positional, keywords), **keywords)
         # A constructor may have made its own arguments.
         self.args = self.upgrade_arguments(self.args)
@@ -132,48 +122,15 @@ class DataParallelTrainerBase(abc.ABC):
         """Turn training arguments into some that know their rank; None: the defaults."""
 
     @abc.abstractmethod
-    def open_training_data(self) -> Any:
-        """Return a loader of this rank's part of ``train_dataset``; calls the method that a subclass may override."""
-
-    @abc.abstractmethod
     def open_evaluation_data(self, returned: Any, *, is_prediction: bool) -> Any:
         """Return a loader of what ``evaluation_loop`` was given, which an overridden method may have made."""
-
-    @abc.abstractmethod
-    def loss_of_training_step(self, inputs: dict[str, Any]) -> Any:
-        """Return a micro-batch's mean loss from ``training_step``, which leaves the gradients in ``parameter.grad``.
-
-        It is a number, or a scalar tensor, which a device may still be computing.
-        """
 
     @abc.abstractmethod
     def _collator(self) -> Optional[Collator]:
         """Return the function that makes a batch of arrays from a list of samples; None: samples are stacked."""
 
     @property
-    @abc.abstractmethod
-    def processor(self) -> Any:
-        """The tokenizer or processor that is saved and loaded with the model; None if there is none."""
-
-    @abc.abstractmethod
-    def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
-        """Write a checkpoint of the run, by the method that a subclass may have overridden."""
-
-    @abc.abstractmethod
-    def on_metrics(self, metrics: dict[str, float]) -> None:
-        """Handle the metrics of an evaluation that has just run between two updates."""
-
-    @abc.abstractmethod
-    def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
-        """Prepare for a checkpoint at ``path``; ``metrics`` are of an evaluation after the last update, or None."""
-
-    @abc.abstractmethod
-    def write_pickled_weights(self, folder: Path) -> None:
-        """Write a module's weights as the library does with ``save_safetensors=False``."""
-
-    @property
     def distributed_model(self) -> DistributedModel:
-        """The full model, whether it is replicated or sharded."""
         return distributed_model_of(self.model, self.group)
 
     # Gradients.

@@ -13,10 +13,11 @@ import numpy as np
 from mindnlp_dp.runtime.arrays import number_of
 from mindnlp_dp.training.evaluate import EvaluationRun, to_numpy, with_prefix
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
 def run_evaluation(
-    trainer: Any,
+    trainer: TrainerInterface,
     dataset: Any,
     prediction_loss_only: Optional[bool],
     ignore_keys: Optional[list[str]],

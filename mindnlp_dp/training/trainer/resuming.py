@@ -19,9 +19,10 @@ from mindnlp_dp.training.run_state import check_same_data
 from mindnlp_dp.training.trainer.batch_scaling import ElasticBatchSchedule, batch_of
 from mindnlp_dp.training.trainer.best_model import record_best_model
 from mindnlp_dp.training.trainer.mindnlp_trainer import TRAINER_STATE_NAME
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
-def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, ElasticBatchSchedule]:
+def make_epoch_loader(trainer: TrainerInterface, saved: Optional[dict[str, Any]]) -> tuple[Any, ElasticBatchSchedule]:
     """Return the loader of the training data, and the :class:`.ElasticBatchSchedule` of its batches. A collective.
 
     When the run ``saved`` is resumed, its global batch size is kept, whatever the number of ranks is now. An elastic
@@ -50,7 +51,7 @@ def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[An
     return loader, batch_schedule
 
 
-def _global_batch(trainer: Any) -> Optional[int]:
+def _global_batch(trainer: TrainerInterface) -> Optional[int]:
     """Return the global batch size that was set, or an elastic job's at full size; None: other settings decide."""
     full, args = max_world_size(os.environ), trainer.args
     # The batch size of a batched pipeline does not depend on the number of ranks.
@@ -60,7 +61,7 @@ def _global_batch(trainer: Any) -> Optional[int]:
     return args.train_batch_size * args.gradient_accumulation_steps * share_out
 
 
-def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]]) -> None:
+def save_checkpoint(trainer: TrainerInterface, model: Any, metrics: Optional[dict[str, float]]) -> None:
     """Write a checkpoint, on the ranks that save; the others return when it is written, or raise the same error."""
     args, state = trainer.args, trainer.state
     folder = Path(args.output_dir)
@@ -114,14 +115,14 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     )
 
 
-def save_parts(trainer: Any, folder: Path) -> None:
+def save_parts(trainer: TrainerInterface, folder: Path) -> None:
     """Write a sharded model as one process would. A collective."""
     with workspace_in(folder, trainer.world) as workspace:
         write = trainer.distributed_model.model_writer(workspace, lambda folder: None, [trainer.processor])
         trainer.world.run_on(trainer.world.is_main, lambda: write(folder), "writing the model")
 
 
-def save_module(trainer: Any, folder: Path) -> None:
+def save_module(trainer: TrainerInterface, folder: Path) -> None:
     """Write a model that is not one of the library's, and its tokenizer or processor.
 
     Adapters are written as PeftModel.from_pretrained reads them; of other modules, all weights.

@@ -10,12 +10,13 @@ from mindnlp_dp.data.column_checks import column_checks
 from mindnlp_dp.data.loss_weight import LossMean, LossWeigher, Task, loss_mean
 from mindnlp_dp.training.span_loss import SpanLoss
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, is_causal
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
 class TrainerLoss:
     """Tells what the loss of ``trainer`` weighs, for the model that it has at the time of each call."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer = trainer
         self._weigher: Optional[LossWeigher] = None
 

@@ -59,6 +59,7 @@ from mindnlp_dp.training.trainer.callbacks import (
 )
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, TrainerCallback, TrainerState, TrainOutput, has_length
 from mindnlp_dp.training.trainer.resuming import make_epoch_loader
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
 class TrainingLoop:
@@ -69,7 +70,7 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, trainer: Any, checkpoint: Optional[dict[str, Any]], ignore_keys_for_eval: Optional[list[str]]
+        self, trainer: TrainerInterface, checkpoint: Optional[dict[str, Any]], ignore_keys_for_eval: Optional[list[str]]
     ) -> None:
         self.trainer = trainer
         self.group, self.world = trainer.group, trainer.world
