@@ -38,14 +38,14 @@ def read_weights(model: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder} holds no weights: {MODEL_FILES} is missing")
     by_name = all_names(model)
     # Files from other versions of a library may hold these buffers; today's state dicts do not.
-    passed_over = {name for name, _ in transient_buffers(model)}
+    skipped = {name for name, _ in transient_buffers(model)}
     read: set[int] = set()
     for path in files:
         try:
             with safe_open(path, "np") as file:
                 names = file.keys()
                 for name in names:
-                    if name in passed_over:
+                    if name in skipped:
                         continue
                     _read_weight(by_name.get(name), name, file.get_tensor(name), path)
                     read.add(id(by_name[name]))

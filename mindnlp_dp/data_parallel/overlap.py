@@ -213,7 +213,7 @@ class Overlap:
         order is learned and in every ``CHECKED_EVERY``-th update; a gradient that is missing is seen in all of them.
         Afterwards the references to the gradients are released.
         """
-        pairs = self._handed_over(gradients)
+        pairs = self._pairs_with_seen(gradients)
         if not self._is_checked:
             there = [mine is not None for mine, _ in pairs]
         else:
@@ -227,7 +227,7 @@ class Overlap:
             self.problem = self.problem or "a parameter's gradient came in several parts"
         self._evidence.clear()
 
-    def _handed_over(self, gradients: Sequence[Optional[Any]]) -> list[tuple[Optional[Any], Any]]:
+    def _pairs_with_seen(self, gradients: Sequence[Optional[Any]]) -> list[tuple[Optional[Any], Any]]:
         """Return pairs of the caller's gradient and the gradient that a hook saw for the same parameter."""
         return [(gradients[index], seen) for index, seen, _ in self._evidence]
 
@@ -350,7 +350,7 @@ class ExchangeThread:
 
     def abandon(self) -> None:
         """Stop the thread, even if it is blocked in a wait for other ranks."""
-        self.waiter.give_up()
+        self.waiter.abandon()
         self._error = self._error or RuntimeError("abandoned")
         self._tasks.put(None)
         self._thread.join()

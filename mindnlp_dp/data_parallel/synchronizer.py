@@ -249,7 +249,7 @@ class GradientSynchronizer(BufferedSynchronizer):
             notes, self.overlap.has_changed
         )
         if num_problems or num_spoilt or num_bad or num_changed:
-            self._go_back(has_problem=num_problems + num_changed > 0)
+            self._roll_back(has_problem=num_problems + num_changed > 0)
             num_learnt = 0
         gradients = self._average(used)
         if self.overlap.is_learning and num_learnt == self.group.world_size:
@@ -303,7 +303,7 @@ class GradientSynchronizer(BufferedSynchronizer):
             self.pack_in_order(self._next_order)
             self._next_order = None
 
-    def _go_back(self, *, has_problem: bool) -> None:
+    def _roll_back(self, *, has_problem: bool) -> None:
         """Undo an exchange that went wrong on any rank, so that all ranks can repeat it without overlap.
 
         Restore the buckets as they were before the last backward pass, and add what was accumulated since then.

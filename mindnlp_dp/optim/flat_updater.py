@@ -161,7 +161,7 @@ class FlatUpdater(MindNLPUpdater):
     def update(self, gradients: Any) -> None:
         if self._num_moved:
             self.partition.weights.write_back(self._group, writes=self.partition.writes, wait=self.partition.wait)
-        self._take_back()
+        self._reload_if_replaced()
         steps = self._state.steps
         for index in np.flatnonzero(gradients):
             steps[index] += 1
@@ -221,7 +221,7 @@ class FlatUpdater(MindNLPUpdater):
         self._shards, self._runs = shards, None
         self._show_state()
 
-    def _take_back(self) -> None:
+    def _reload_if_replaced(self) -> None:
         """Adopt the state again if a state was loaded or another step of this optimizer had it. A collective."""
         self._owners.load_if_replaced(self.optimizer)
         if not self._owners.is_held_by(self._state, self.parameters):
@@ -240,10 +240,10 @@ class FlatUpdater(MindNLPUpdater):
                     for name in self._state.arrays:
                         entry[name] = self._state.view(index, name)
                 if self._rule.counts_steps:
-                    entry["step"] = _step_of_its_own(steps)
+                    entry["step"] = _new_step(steps)
 
     def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
-        self._take_back()
+        self._reload_if_replaced()
         state: dict[int, dict[str, Any]] = {}
         places = {id(p): index for index, p in enumerate(self.parameters)}
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -272,13 +272,13 @@ class FlatUpdater(MindNLPUpdater):
         self._adopt_state(self._state)
 
 
-def give_back_state(optimizer: Any, parameters: Sequence[Any]) -> None:
+def return_state(optimizer: Any, parameters: Sequence[Any]) -> None:
     """Give an optimizer that had a :class:`FlatUpdater` the full state of these parameters. A collective."""
     registry = _owners_of.get(optimizer)
     if registry is not None:
-        registry.give_back(optimizer, parameters, _step_of_its_own)
+        registry.return_state(optimizer, parameters, _new_step)
 
 
-def _step_of_its_own(steps: int) -> Any:
+def _new_step(steps: int) -> Any:
     # Optimizers of MindNLP 0.5 increment the step in place.
     return mindnlp_api().tensor(float(steps)) if mindnlp_series() == "0.5" else steps

@@ -90,8 +90,8 @@ def make_updater(
         (0, reason) if zero_stage == "auto" and reason else _stage(zero_stage, synchronizer, has_rule=rule is not None)
     )
     if zero_stage == "auto" and synchronizer.group.world_size > 1 and synchronizer.group.is_main:
-        _say_once(f'zero_stage="auto" is {stage} here: {why}')
-    from mindnlp_dp.optim.flat_updater import FlatUpdater, give_back_state
+        _print_once(f'zero_stage="auto" is {stage} here: {why}')
+    from mindnlp_dp.optim.flat_updater import FlatUpdater, return_state
 
     if rule is not None and isinstance(synchronizer, GradientSynchronizer):
         # Between hosts, weights are more bytes than gradients, whose blocks of zeros are not sent.
@@ -101,7 +101,7 @@ def make_updater(
             optimizer, synchronizer, rule, stage, scheduler, may_share=may_share, shard_scope=shard_scope, scope=scope
         )
     if not synchronizer.group.on_device:
-        give_back_state(optimizer, synchronizer.parameters)
+        return_state(optimizer, synchronizer.parameters)
     # A device slice contains several parameters, and the norm of a sharded model may count only some of them.
     is_full = scope.is_full and not shows_gradients
     if (
@@ -255,7 +255,7 @@ def _stage(zero_stage: Union[int, str], synchronizer: Synchronizer, *, has_rule:
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _print_once(message: str) -> None:
     print(message, flush=True)
 
 

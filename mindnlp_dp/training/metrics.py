@@ -86,18 +86,18 @@ class NonFiniteLoss:
         return f"the loss of {shown}{more} is {self.value} at step {self.step} on rank {self.rank}"
 
 
-def report_nonfinite_loss(mine: Sequence[NonFiniteLoss], group: ProcessGroup, go_on: bool) -> bool:
+def report_nonfinite_loss(mine: Sequence[NonFiniteLoss], group: ProcessGroup, continues: bool) -> bool:
     """Report the bad losses of all ranks on every rank, as a warning or an error; return whether there were any.
 
     A collective.
 
     Raises:
-        FloatingPointError: there is a bad loss and ``go_on`` is False; raised on every rank.
+        FloatingPointError: there is a bad loss and ``continues`` is False; raised on every rank.
     """
     reports = [str(bad) for theirs in group.all_gather_object(list(mine)) for bad in theirs]
     if not reports:
         return False
-    if not go_on:
+    if not continues:
         raise FloatingPointError(
             f"{'; '.join(reports)}; look at these samples, lower the learning rate, or leave such micro-batches out "
             "with logging_nan_inf_filter=True"
@@ -120,14 +120,14 @@ def warn_of_no_weight(total_loss_weight: float, step: int) -> None:
         )
 
 
-def report_nonfinite_gradient(what: str, step: int, go_on: bool) -> None:
+def report_nonfinite_gradient(what: str, step: int, continues: bool) -> None:
     """Warn that an update is left out, because the averaged gradient (equal on every rank) is not finite.
 
     Raises:
-        FloatingPointError: ``go_on`` is False.
+        FloatingPointError: ``continues`` is False.
     """
     report = f"{what} at step {step}, though every loss is finite"
-    if not go_on:
+    if not continues:
         raise FloatingPointError(
             f"{report}; lower the learning rate, or leave out such updates with logging_nan_inf_filter=True"
         )

@@ -97,13 +97,13 @@ class TrainStep:
         gradients = self._reduce(step)
         sync = self.synchronizer
         losses, bad = self._read(seen, step)
-        if sync.num_skipped and not report_nonfinite_loss(bad, sync.group, go_on=self.leave_out_bad_losses):
+        if sync.num_skipped and not report_nonfinite_loss(bad, sync.group, continues=self.leave_out_bad_losses):
             warn_of_no_weight(sync.total_loss_weight, step)
         with heartbeat.waiting("the update"):
             result = self.updater.step(
                 gradients if sync.total_loss_weight > 0 else None, self.max_grad_norm,
                 span=functools.partial(self.timeline.span, step=step),
-                on_problem=functools.partial(report_nonfinite_gradient, step=step, go_on=self.leave_out_bad_losses),
+                on_problem=functools.partial(report_nonfinite_gradient, step=step, continues=self.leave_out_bad_losses),
                 before_update=self._before_update, after_update=self._complete_update,
             )  # fmt: skip
         for loss, loss_weight in losses:

@@ -379,7 +379,7 @@ def test_without_onednn(monkeypatch):
     a, b, many = numbers(100, 70), numbers(70, 80), numbers(3, 2, 90, 100)
     bias = numbers(80)
     with_it = matmul.product(a, b, bias), matmul.matmul(many, many.swapaxes(-1, -2)), matmul.matmul(a, b)
-    monkeypatch.setattr(matmul.onednn, "is_there", lambda: False)
+    monkeypatch.setattr(matmul.onednn, "is_available", lambda: False)
     without = matmul.product(a, b, bias), matmul.matmul(many, many.swapaxes(-1, -2)), matmul.matmul(a, b)
     for x, y in zip(with_it, without):
         np.testing.assert_allclose(x, y, atol=1e-4)

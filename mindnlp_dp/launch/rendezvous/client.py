@@ -57,7 +57,7 @@ def connect(rendezvous: Rendezvous, seconds: float) -> Connection:
         except (EOFError, AuthenticationError):
             # The endpoint hangs up if our token is wrong, or, before it asks for the token, if it has too many callers.
             why = "it does not know our token: the same has to be set on every host"
-            if not connection.was_asked:
+            if not connection.got_challenge:
                 why = "it hung up before it asked for our token: too many call it, or it has ended"
             connection.close()
         except (OSError, UnicodeError) as error:

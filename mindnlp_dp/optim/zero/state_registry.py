@@ -173,7 +173,7 @@ class OptimizerStateRegistry:
         self._loaded.clear()
         self.adopt(states)
 
-    def give_back(self, optimizer: Any, parameters: Sequence[Any], step_of: Callable[[int], Any]) -> None:
+    def return_state(self, optimizer: Any, parameters: Sequence[Any], step_of: Callable[[int], Any]) -> None:
         """Put the full state of these parameters into the optimizer's own ``state``, for its own code. A collective.
 
         ``step_of`` makes a number of updates what the optimizer's code takes.
