@@ -47,6 +47,8 @@ _HOME = {
     "get_device_mesh": "parallel.device_mesh",
     "empty_weights": "parallel.weights.meta_init",
     "parallelize": "parallel.parallelize",
+    "fully_shard": "parallel.fully_shard",
+    "gathered": "parallel.fully_shard",
     "enable_recompute": "runtime.recompute",
     "fuse_cross_entropy": "training.fused_cross_entropy",
     "convert_sync_batchnorm": "data_parallel.sync_batchnorm",
@@ -58,8 +60,8 @@ _HOME = {
     "DataParallelTrainer": f"{_TRAINER}.trainer",
 }
 
-# Both work on the layer classes of MindNLP 0.4 only.
-_OF_0_4_ALONE = ("parallelize", "empty_weights")
+# They work on the layer classes of MindNLP 0.4 only.
+_OF_0_4_ALONE = ("parallelize", "fully_shard", "gathered", "empty_weights")
 __all__ = [name for name in _HOME if mindnlp_series() == "0.4" or name not in _OF_0_4_ALONE]
 
 if TYPE_CHECKING:
@@ -81,6 +83,8 @@ if TYPE_CHECKING:
     from mindnlp_dp.parallel.device_mesh import DeviceMesh as DeviceMesh
     from mindnlp_dp.parallel.device_mesh import get_device_mesh as get_device_mesh
     from mindnlp_dp.parallel.device_mesh import init_device_mesh as init_device_mesh
+    from mindnlp_dp.parallel.fully_shard import fully_shard as fully_shard
+    from mindnlp_dp.parallel.fully_shard import gathered as gathered
     from mindnlp_dp.parallel.parallelize import parallelize as parallelize
     from mindnlp_dp.parallel.weights.meta_init import empty_weights as empty_weights
     from mindnlp_dp.runtime.recompute import enable_recompute as enable_recompute

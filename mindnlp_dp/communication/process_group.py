@@ -261,9 +261,12 @@ class ProcessGroup:
         return self._transport.from_native(self._transport.broadcast(self._transport.to_native(x), src), x)
 
     @reports_blocking
-    def all_gather(self, x: Any) -> list[Any]:
-        """Return the list of all ranks' ``x``, in rank order, on every rank."""
-        x = self._agree("all_gather", lambda: (checked_array(x, self.label()), []))
+    def all_gather(self, x: Any, *, every_step: bool = False) -> list[Any]:
+        """Return the list of all ranks' ``x``, in rank order, on every rank.
+
+        ``every_step`` is for calls within training steps, as in :meth:`all_reduce`.
+        """
+        x = self._agree("all_gather", lambda: (checked_array(x, self.label()), []), every_step)
         if numel(x) == 0:
             return [x.copy() for _ in range(self.world_size)]
         gathered = self._transport.all_gather(self._transport.to_native(x))

@@ -25,7 +25,7 @@ from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.versions import mindnlp_series
 
-ZERO_STAGES = (0, 1, 2, "auto")
+ZERO_STAGES = (0, 1, 2, 3, "auto")
 
 # The number of names that a message shows.
 _SHOWN = 3
@@ -35,8 +35,8 @@ def check_zero_stage(zero_stage: Any) -> Union[int, str]:
     """Return ``zero_stage`` unchanged; raise ValueError if it is not valid."""
     if isinstance(zero_stage, bool) or zero_stage not in ZERO_STAGES:
         raise ValueError(
-            f"zero_stage must be 0 (every rank updates everything), 1 (optimizer state is sharded), 2 (gradients too) "
-            f'or "auto", got {zero_stage!r}'
+            f"zero_stage must be 0 (every rank updates everything), 1 (optimizer state is sharded), 2 (gradients too), "
+            f'3 (weights too) or "auto", got {zero_stage!r}'
         )
     return zero_stage
 
@@ -296,5 +296,10 @@ def rule_for(optimizer: Any, synchronizer: Synchronizer) -> Optional[Any]:
 
 def _is_elementwise(optimizer: Any) -> bool:
     """Return whether the optimizer is known to update each element independently, so that parameters can be split."""
+    return updates_each_element_alone(optimizer) and is_untouched(optimizer)
+
+
+def updates_each_element_alone(optimizer: Any) -> bool:
+    """Return whether the optimizer's class is known to update each element by itself."""
     optim = mindnlp_api().optim
-    return type(optimizer) in (optim.AdamW, optim.Adam, optim.SGD) and is_untouched(optimizer)
+    return type(optimizer) in (optim.AdamW, optim.Adam, optim.SGD)

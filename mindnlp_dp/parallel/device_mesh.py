@@ -9,8 +9,9 @@ for every axis. The last axis varies fastest, so its ranks are neighbors. Eight 
     dp=1    tp=0 tp=1       tp=0 tp=1           4 5   6 7
 
 Ranks that differ only in ``tp`` or ``pp`` work on the same samples, each with its part of the model. Ranks that differ
-in ``sp`` work on the same samples with the same weights, each with its part of every row. Ranks that differ in ``dp``
-or ``ep`` work on different samples. Ranks that differ in ``ep`` have different experts, and otherwise the same weights.
+in ``sp`` work on the same samples with the same weights, each with its part of every row. Ranks that differ in ``dp``,
+``ep`` or ``fsdp`` work on different samples. Ranks that differ in ``ep`` have different experts, and otherwise the same
+weights; ranks that differ in ``fsdp`` have different shards of all weights, which they gather to compute.
 
 Each stage may have its own ``dp`` and ``tp``, as in ``{"pp": 2, "dp": (2, 1), "tp": (1, 2)}``. The number of rows
 (parallel pipelines) is then the greatest common divisor of the ``dp`` of the stages. The other ranks of a stage's
@@ -33,14 +34,14 @@ from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.mesh_spec import Size, size_text
 
-# Data, pipeline, expert, sequence and tensor parallelism.
-AXES = ("dp", "pp", "ep", "sp", "tp")
+# Data, pipeline, expert, fully sharded data, sequence and tensor parallelism.
+AXES = ("dp", "pp", "ep", "fsdp", "sp", "tp")
 
 # The axes whose size may differ between stages, given as a tuple.
 _BY_STAGE = ("dp", "tp")
 
 # The axes of the ranks that together work on a micro-batch.
-_OF_MODEL = ("pp", "ep", "sp", "dp_in_stage", "tp")
+_OF_MODEL = ("pp", "ep", "fsdp", "sp", "dp_in_stage", "tp")
 
 # The operations that an axis needs and that not every library has.
 _NEEDS = {"pp": Operation.MESSAGES, "ep": Operation.ALL_TO_ALL, "sp": Operation.ALL_TO_ALL}
@@ -58,13 +59,14 @@ class DeviceMesh:
             and tp.
         stages: (dp_in_stage, tp) of every stage.
         world: group of all ranks.
-        dp_group: group of the ranks with the same part of the model, except experts, that split the samples:
-            ``dp x ep``.
+        dp_group: group of the ranks with the same part of the model, except experts and fully sharded weights, that
+            split the samples: ``dp x ep x fsdp``.
         grad_sync_group: group of the same ranks and those that split the samples of a micro-batch, or their rows:
-            ``dp x ep x sp x dp_in_stage``.
-        expert_dp_group: group of the ranks with the same weights, including experts: ``dp x sp x dp_in_stage``.
+            ``dp x ep x fsdp x sp x dp_in_stage``.
+        expert_dp_group: group of the ranks with the same weights, experts and shards included: ``dp x sp x
+            dp_in_stage``.
         model_parallel_group: group of the ranks that together work on a micro-batch with the full model:
-            ``pp x ep x sp x dp_in_stage x tp``.
+            ``pp x ep x fsdp x sp x dp_in_stage x tp``.
     """
 
     def __init__(self, sizes: Mapping[str, Size], world: ProcessGroup) -> None:
@@ -74,7 +76,7 @@ class DeviceMesh:
         rows = math.gcd(*(self._of(stage, "dp") for stage in range(num_stages)))
         self.stages = [(self._of(stage, "dp") // rows, self._of(stage, "tp")) for stage in range(num_stages)]
         self._order = [*sizes, *(axis for axis in AXES if axis not in sizes)]
-        common = {"dp": rows, "pp": num_stages, "ep": self._of(0, "ep"), "sp": self._of(0, "sp")}
+        common = {"dp": rows, "pp": num_stages, **{axis: self._of(0, axis) for axis in ("ep", "fsdp", "sp")}}
         self._places = self._arranged(common)
         self.coordinates = self._places[world.rank]
         dp_in_stage, tp = self.stages[self.coordinates["pp"]]
@@ -82,10 +84,10 @@ class DeviceMesh:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {tuple(range(world.world_size)): world}
         is_mesh = rows < world.world_size
         world.set_rank_labels([f"{r} ({self.label(place)})" for r, place in enumerate(self._places)] if is_mesh else [])
-        for axis in ("dp", "pp", "ep", "sp", "tp", "dp_in_stage"):
+        for axis in (*AXES, "dp_in_stage"):
             self._make_group((axis,))
-        self.dp_group = self._make_group(("dp", "ep"))
-        self.grad_sync_group = self._make_group(("dp", "ep", "sp", "dp_in_stage"))
+        self.dp_group = self._make_group(("dp", "ep", "fsdp"))
+        self.grad_sync_group = self._make_group(("dp", "ep", "fsdp", "sp", "dp_in_stage"))
         self.expert_dp_group = self._make_group(("dp", "sp", "dp_in_stage"))
         self.model_parallel_group = self._make_group(_OF_MODEL)
 
@@ -133,7 +135,7 @@ class DeviceMesh:
             if {"dp_in_stage", "tp"} & set(axes)
             else ["rank_in_stage"]
         )
-        same = [axis for axis in ("dp", "pp", "ep", "sp") if axis not in axes] + within
+        same = [axis for axis in AXES if axis not in ("tp", *axes)] + within
         return tuple(r for r, place in enumerate(self._places) if all(place[a] == here[a] for a in same))
 
     def _make_group(self, axes: tuple[str, ...]) -> ProcessGroup:
@@ -149,7 +151,7 @@ class DeviceMesh:
     def label(self, place: Mapping[str, int]) -> str:
         """Return the coordinates of a rank as text for messages."""
         dp_in_stage, tp = (max(of_stages) for of_stages in zip(*self.stages))
-        most = {axis: 1 + max(other[axis] for other in self._places) for axis in ("dp", "pp", "ep", "sp")}
+        most = {axis: 1 + max(other[axis] for other in self._places) for axis in AXES if axis != "tp"}
         most |= {"dp_in_stage": dp_in_stage, "tp": tp}
         place_of_tp = self._order.index("tp")
         order = [*self._order[:place_of_tp], "dp_in_stage", *self._order[place_of_tp:]]
@@ -176,8 +178,8 @@ class DeviceMesh:
         because all of them compute what is not sharded.
         """
         before = sum(dp_in_stage for dp_in_stage, _ in self.stages[: self.index("pp")])
-        samples = self._ranks(("dp", "ep", "dp_in_stage")).index(self.world.rank)
-        return samples + self.sizes["dp"] * self.sizes["ep"] * before
+        samples = self._ranks(("dp", "ep", "fsdp", "dp_in_stage")).index(self.world.rank)
+        return samples + self.sizes["dp"] * self.sizes["ep"] * self.sizes["fsdp"] * before
 
     @property
     def is_first_stage(self) -> bool:
@@ -192,8 +194,9 @@ def init_device_mesh(sizes: Mapping[str, Size], group: Optional[ProcessGroup] = 
     """Arrange the ranks of a job in a mesh and make it the default mesh of the job. A collective.
 
     Args:
-        sizes: size of each axis: "dp" (data), "pp" (pipeline), "ep" (experts), "sp" (the tokens of a row), "tp"
-            (tensors). Their product must be the world size; one size may be -1 and is then computed. If stages differ,
+        sizes: size of each axis: "dp" (data), "pp" (pipeline), "ep" (experts), "fsdp" (data, with sharded weights),
+            "sp" (the tokens of a row), "tp" (tensors). Their product must be the world size; one size may be -1 and is
+            then computed. If stages differ,
             "dp" and "tp" are tuples with one size per stage, and the sum of the stages' products must be the world
             size.
         group: group of all ranks; by default the group of :func:`~mindnlp_dp.init_process_group`.

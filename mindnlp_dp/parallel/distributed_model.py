@@ -10,7 +10,7 @@ import abc
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, Optional, TypeVar, Union
 
 from mindnlp_dp.checkpoint.reader import read_state, read_weights
 from mindnlp_dp.checkpoint.state_tree import PackedState, broadcast_state, unpack_state
@@ -58,6 +58,17 @@ class DistributedModel(abc.ABC):
 
         They would be trained on each rank by itself, or not at all, and no checkpoint would hold them.
         """
+
+    def zero_stage(self, asked_for: Union[int, str]) -> Union[int, str]:
+        """Return the ZeRO stage of the update; raise ValueError if this model cannot be trained with it."""
+        if asked_for == 3:
+            if self.world.world_size > 1:
+                raise ValueError(
+                    "zero_stage=3 needs a model whose weights are sharded: call model = mindnlp_dp.fully_shard(model) "
+                    "before its optimizer is made"
+                )
+            return 0
+        return asked_for
 
     @abc.abstractmethod
     def scope(self, parameters: Sequence[Any]) -> ModelScope:

@@ -19,6 +19,8 @@ import numpy as np
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
+from mindnlp_dp.parallel.fully_sharded.fully_sharded_edits import fully_sharded_edits
+from mindnlp_dp.parallel.fully_sharded.units import Units
 from mindnlp_dp.parallel.model_edits import ModelEdits, ModelIndex
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, check_support, head_of, plan_for, plan_within_adapters
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline, check_pipeline
@@ -26,11 +28,12 @@ from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, pipeline_ed
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
 from mindnlp_dp.parallel.placement import Placements, replicate_all, take_shards
 from mindnlp_dp.parallel.plan_check import PlanCheck
+from mindnlp_dp.parallel.row_loss_weights import RowLossWeights
 from mindnlp_dp.parallel.sequence_parallel.sequence_edits import sequence_parallel_edits
 from mindnlp_dp.parallel.sequence_parallel.token_shards import SequenceShards
 from mindnlp_dp.parallel.sharded_head import sharded_head_edits
 from mindnlp_dp.parallel.sharded_model import ShardedModel
-from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, expert_parallel_edits
+from mindnlp_dp.parallel.tensor_parallel.expert_parallel import expert_parallel_edits
 from mindnlp_dp.parallel.tensor_parallel.tensor_edits import rank_local_dropouts, tensor_parallel_edits
 from mindnlp_dp.parallel.weights.meta_init import fill_missing
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles
@@ -46,12 +49,13 @@ T = TypeVar("T")
 def parallelize(
     model: T, mesh: Optional[DeviceMesh] = ..., plan: Optional[ShardingPlan] = ..., *, dry_run: Literal[False] = ...,
     weights: Optional[Union[str, Path]] = ..., schedule: str = ..., recompute: RecomputeLayers = ...,
-    layers_per_stage: Sequence[int] = ..., check: Optional[Mapping[str, Any]] = ...,
+    layers_per_stage: Sequence[int] = ..., check: Optional[Mapping[str, Any]] = ..., units: RecomputeLayers = ...,
+    keep_gathered: bool = ...,
 ) -> T: ...  # fmt: skip
 @overload
 def parallelize(
     model: Any, mesh: Optional[DeviceMesh] = ..., plan: Optional[ShardingPlan] = ..., *, dry_run: Literal[True],
-    layers_per_stage: Sequence[int] = ...,
+    layers_per_stage: Sequence[int] = ..., units: RecomputeLayers = ...,
 ) -> ModelEdits: ...  # fmt: skip
 def parallelize(
     model: Any,
@@ -63,6 +67,8 @@ def parallelize(
     recompute: RecomputeLayers = False,
     layers_per_stage: Sequence[int] = (),
     check: Optional[Mapping[str, Any]] = None,
+    units: RecomputeLayers = True,
+    keep_gathered: bool = False,
     dry_run: bool = False,
 ) -> Any:
     """Shard a model over the ranks of a mesh, in place, with the weights of rank 0. A collective.
@@ -83,6 +89,8 @@ def parallelize(
             every rank, and then with the sharded model; if they differ, this is an error that names the first layer
             that differs. For models that fit on one rank; on a mesh that shards nothing it has no effect. After the
             error the model is sharded: build it again.
+        units, keep_gathered: what gathers its weights together on a mesh with the axis "fsdp", and whether it keeps
+            them (:func:`~mindnlp_dp.fully_shard`).
         dry_run: change nothing, and return the edits that would give this rank its part of the model
             (:class:`~mindnlp_dp.parallel.model_edits.ModelEdits`); ``print`` shows them.
 
@@ -100,10 +108,17 @@ def parallelize(
         raise ValueError(f"this {type(model).__name__} is sharded already, as {model.parallel.mesh}")
     check_same_structure(named_weights(model), mesh.world)
     placements = replicate_all(model, mesh)
-    stage_input, row_weights = StageInput(), ExpertBatchWeights(mesh.group("ep"))
+    is_fully_sharded = mesh.sizes["fsdp"] > 1
+    stage_input, row_weights = StageInput(), RowLossWeights(mesh.group("fsdp" if is_fully_sharded else "ep"))
+    gathering = Units(row_weights, keeps_gathered=keep_gathered) if is_fully_sharded else None
 
     def planned() -> ModelEdits:
         check_pipeline(schedule)
+        if gathering is not None:
+            if check is not None or plan is not None:
+                raise ValueError("fsdp gathers the weights of any model: leave out check and plan")
+            index = ModelIndex(model)
+            return ModelEdits(index, placements, fully_sharded_edits(index, placements, gathering, units))
         return _planned(model, plan, placements, stage_input, row_weights, layers_per_stage=layers_per_stage)
 
     # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
@@ -122,7 +137,7 @@ def parallelize(
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
     originals = {placements[name].name: weight for name, weight in all_names(model).items()}
     mesh.world.run_on(True, edits.apply, "cutting the model")
-    parallel = ShardedModel(model, placements, row_weights if mesh.sizes["ep"] > 1 else None)
+    parallel = ShardedModel(model, placements, row_weights if row_weights.group.world_size > 1 else None, gathering)
     if mesh.sizes["pp"] > 1:
         parallel.pipeline = Pipeline(model, mesh, stage_input, schedule)
 
@@ -154,7 +169,7 @@ def _planned(
     plan: Optional[ShardingPlan],
     placements: Placements,
     stage_input: StageInput,
-    row_weights: ExpertBatchWeights,
+    row_weights: RowLossWeights,
     *,
     layers_per_stage: Sequence[int],
 ) -> ModelEdits:

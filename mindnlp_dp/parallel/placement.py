@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
 
@@ -18,7 +18,10 @@ from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.runtime.adapters import base_model
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.named_weights import all_names
-from mindnlp_dp.runtime.sharded_array import FlatLayout, Shard, ShardedArray
+from mindnlp_dp.runtime.sharded_array import FlatLayout, FlatShard, Shard, ShardedArray
+
+# The axes that a weight may be sharded over.
+_OF_SHARDS = ("tp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Placement:
     Attributes:
         name: name in the full model.
         shape, dtype: shape and type of the full array.
-        cut: how it is sharded over the axis "tp"; None if every rank of the axis has the full array.
+        shard: how it is sharded over ``axis``; None if every rank of the axis has the full array.
+        axis: the axis of the mesh that it is sharded over: "tp" or "fsdp".
         stages: pipeline stages that hold it; two for a tied weight at both ends.
         expert_rank: coordinate on the axis "ep" of the ranks that hold it; None if all do.
         trains: whether it is a trainable parameter, not a buffer or a frozen parameter.
@@ -37,10 +41,16 @@ class Placement:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    shard: Optional[Shard] = None
+    shard: Optional[Union[Shard, FlatShard]] = None
+    axis: str = "tp"
     stages: tuple[int, ...] = (0,)
     expert_rank: Optional[int] = None
     trains: bool = True
+
+    @property
+    def gets_gradients_of_row(self) -> bool:
+        """Return whether its gradient on a rank is already that of all ranks of a row, which have other samples."""
+        return self.expert_rank is not None or self.axis == "fsdp"
 
 
 class Placements(Mapping[str, Placement]):
@@ -92,17 +102,19 @@ class Placements(Mapping[str, Placement]):
     def part(self, placement: Placement, full: np.ndarray) -> np.ndarray:
         """Return this rank's shard of a full array, or the array itself if it is not sharded."""
         shard, mesh = placement.shard, self.mesh
-        return full if shard is None else shard.part(full, mesh.index("tp"), mesh.sizes["tp"])
+        axis = placement.axis
+        return full if shard is None else shard.part(full, mesh.index(axis), mesh.sizes[axis])
 
     def shape_here(self, placement: Placement) -> tuple[int, ...]:
         shard, mesh = placement.shard, self.mesh
-        return placement.shape if shard is None else shard.shape(placement.shape, mesh.index("tp"), mesh.sizes["tp"])
+        axis = placement.axis
+        return placement.shape if shard is None else shard.shape(placement.shape, mesh.index(axis), mesh.sizes[axis])
 
     def sharded(self, placement: Placement, mine: ShardedArray) -> ShardedArray:
         """Return the full array of which ``mine`` is this rank's shard, or has this rank's pieces of the shard."""
         shard, mesh = placement.shard, self.mesh
-        layout = FlatLayout(placement.shape, shard, 1 if shard is None else mesh.sizes["tp"])
-        return mine.within(layout, 0 if shard is None else mesh.index("tp"))
+        layout = FlatLayout(placement.shape, shard, 1 if shard is None else mesh.sizes[placement.axis])
+        return mine.within(layout, 0 if shard is None else mesh.index(placement.axis))
 
     def owns(self, placement: Placement) -> bool:
         """Return whether this rank, of the model-parallel ranks with the same data, adds it to a sum over the model."""
@@ -110,7 +122,7 @@ class Placements(Mapping[str, Placement]):
         return (
             here["pp"] == min(placement.stages)
             and here["dp_in_stage"] == here["sp"] == 0
-            and (placement.shard is not None or here["tp"] == 0)
+            and all(here[axis] == 0 or (placement.shard is not None and placement.axis == axis) for axis in _OF_SHARDS)
             and (placement.expert_rank is not None or here["ep"] == 0)
         )
 
@@ -134,7 +146,7 @@ class Placements(Mapping[str, Placement]):
             if placement.shard is None:
                 full = mine
             else:
-                placement.shard.put(mine, full, mesh.index("tp"), mesh.sizes["tp"])
+                placement.shard.put(mine, full, mesh.index(placement.axis), mesh.sizes[placement.axis])
         return _exact_sum(full, group or mesh.model_parallel_group)
 
 

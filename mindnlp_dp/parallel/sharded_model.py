@@ -29,10 +29,14 @@ from mindnlp_dp.communication.replicas import (
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.data_parallel.multi_group_synchronizer import MultiGroupSynchronizer
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.data_parallel.weighted_synchronizer import WeightedGradientSynchronizer
+from mindnlp_dp.optim.updater_factory import updates_each_element_alone
 from mindnlp_dp.parallel.distributed_model import DistributedModel
+from mindnlp_dp.parallel.fully_sharded.units import Units
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
 from mindnlp_dp.parallel.placement import Placement, Placements
-from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, ExpertLoad, ExpertParallelBlock
+from mindnlp_dp.parallel.row_loss_weights import RowLossWeights
+from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertLoad, ExpertParallelBlock
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles, bytes_of, file_header, host_type
 from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.arrays import HostTensor, from_host, set_weight, to_host
@@ -55,11 +59,18 @@ class ShardedModel(DistributedModel):
         mesh: the device mesh of the model.
         placements: placements of all weights, by name.
         pipeline: this rank's stage; None without the axis "pp".
+        units: what gathers the weights; None without the axis "fsdp".
     """
 
     is_sharded = True
 
-    def __init__(self, model: Any, placements: Placements, row_weights: Optional[ExpertBatchWeights] = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        placements: Placements,
+        row_weights: Optional[RowLossWeights] = None,
+        units: Optional[Units] = None,
+    ) -> None:
         self.mesh = placements.mesh
         self.model = model
         self.group, self.world = self.mesh.dp_group, self.mesh.world
@@ -68,6 +79,7 @@ class ShardedModel(DistributedModel):
         self.loss_replication = self.mesh.sizes["dp_in_stage"] * self.mesh.sizes["sp"]
         self.pipeline: Optional[Pipeline] = None
         self._row_weights = row_weights
+        self.units = units
 
     # Training.
 
@@ -86,11 +98,12 @@ class ShardedModel(DistributedModel):
             return GradientSynchronizer(named, self.mesh.grad_sync_group, **options)
         options["overlap"] = False
         weights = self._row_weights
-        is_expert = [self.placements[p.full_name].expert_rank is not None for _, p in named]
-        places = [[i for i, expert in enumerate(is_expert) if expert == wanted] for wanted in (False, True)]
+        is_of_row = [self.placements[p.full_name].gets_gradients_of_row for _, p in named]
+        places = [[i for i, of_row in enumerate(is_of_row) if of_row == wanted] for wanted in (False, True)]
+        kinds = (GradientSynchronizer, GradientSynchronizer if self.units is None else WeightedGradientSynchronizer)
         synchronizers = [
-            GradientSynchronizer([named[place] for place in mine], group, **options)
-            for mine, group in zip(places, (self.mesh.grad_sync_group, self.mesh.expert_dp_group))
+            kind([named[place] for place in mine], group, **options)
+            for kind, mine, group in zip(kinds, places, (self.mesh.grad_sync_group, self.mesh.expert_dp_group))
         ]
         return MultiGroupSynchronizer(synchronizers, places, [lambda weight: weight, lambda weight: weights.total])
 
@@ -106,15 +119,37 @@ class ShardedModel(DistributedModel):
                         f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not the model's "
                         f"(any more) on rank {self.mesh.world.label()}; make the optimizer after parallelize()"
                     )
+        if self.units is not None and not updates_each_element_alone(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} may need whole weights, and ranks have flat shards of them (fsdp > 1); "
+                "use AdamW, Adam or SGD of mindnlp.core.optim, or zero_stage=2"
+            )
 
-    def micro_step(self, weight: float) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._row_weights is None else self._row_weights.micro_step(weight)
+    def zero_stage(self, asked_for: Union[int, str]) -> Union[int, str]:
+        if self.units is None:
+            return super().zero_stage(asked_for)
+        if asked_for not in ("auto", 3):
+            raise ValueError(
+                f"zero_stage={asked_for}, and this model is fully sharded, which is stage 3; leave zero_stage out, or "
+                "do not call fully_shard"
+            )
+        return 0
+
+    @contextlib.contextmanager
+    def micro_step(self, weight: float) -> Iterator[None]:
+        with contextlib.nullcontext() if self._row_weights is None else self._row_weights.micro_step(weight):
+            try:
+                yield
+            finally:
+                if self.units is not None:
+                    self.units.enter_backward(None)
 
     def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
-        # A collective of the row: no rank may skip a pass whose tokens go to the experts of the others.
+        # A collective of the row: no rank may skip a pass whose tokens go to the experts of the others, or in which
+        # weights are gathered.
         if self._row_weights is None:
             return batch
-        group = self.mesh.group("ep")
+        group = self._row_weights.group
         has = group.all_gather_object(batch is not None)
         if all(has) or not any(has):
             return batch
@@ -125,7 +160,7 @@ class ShardedModel(DistributedModel):
     def has_nonfinite_peer(self, loss: float) -> bool:
         if self._row_weights is None:
             return False
-        worst = self.mesh.group("ep").all_reduce(np.array([not np.isfinite(loss)], np.float32), every_step=True)
+        worst = self._row_weights.group.all_reduce(np.array([not np.isfinite(loss)], np.float32), every_step=True)
         return bool(worst[0] > 0)
 
     def loads(self) -> list[ExpertLoad]:
@@ -140,11 +175,11 @@ class ShardedModel(DistributedModel):
         return {self.placements[name].name: weight for name, weight in named_weights(self.model)}
 
     def _replicas(self) -> list[tuple[Any, list[tuple[str, Any]]]]:
-        """Return pairs of a group and the weights that its ranks have in common; fewer ranks have the same experts."""
+        """Return pairs of a group and the weights that its ranks have in common: experts and shards fewer."""
         own = list(self._own().items())
-        experts = [(name, w) for name, w in own if self.placements[name].expert_rank is not None]
-        others = [(name, w) for name, w in own if self.placements[name].expert_rank is None]
-        return [(self.mesh.grad_sync_group, others), (self.mesh.expert_dp_group, experts)]
+        of_row = [(name, w) for name, w in own if self.placements[name].gets_gradients_of_row]
+        others = [(name, w) for name, w in own if not self.placements[name].gets_gradients_of_row]
+        return [(self.mesh.grad_sync_group, others), (self.mesh.expert_dp_group, of_row)]
 
     def broadcast_weights(self) -> None:
         for group, weights in self._replicas():

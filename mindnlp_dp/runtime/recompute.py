@@ -45,7 +45,8 @@ def enable_recompute(model: Any, layers: RecomputeLayers = True) -> list[str]:
     """
     layers = check_recompute(layers)
     modules = _named_modules(model)
-    chosen = {} if layers is False else _chosen(model, modules, layers)
+    chosen = layers_of(model, layers)
+    _check_units(model, chosen)
     for module in modules.values():
         if hasattr(module, "forward_in_training"):
             module.forward_in_training = None
@@ -55,6 +56,11 @@ def enable_recompute(model: Any, layers: RecomputeLayers = True) -> list[str]:
         elif any(layer.startswith(f"{name}." if name else "") for layer in chosen) and _has_cache(module):
             _replace_forward(module, _forward_without_cache)
     return list(chosen)
+
+
+def layers_of(model: Any, layers: RecomputeLayers) -> dict[str, Any]:
+    """Return the modules that :func:`enable_recompute` would recompute, by name."""
+    return {} if layers is False else _chosen(model, _named_modules(model), layers)
 
 
 def has_recomputed_layers(model: Any) -> bool:
@@ -202,6 +208,17 @@ def _unchanged_statistics(layer: Any) -> Iterator[None]:
             if getattr(module, name) is not statistic:
                 # MindNLP counts batches in a new tensor each time.
                 setattr(module, name, statistic)
+
+
+def _check_units(model: Any, chosen: dict[str, Any]) -> None:
+    """Raise ValueError if a layer is not a unit of a fully sharded model, whose weights are gathered together."""
+    units = getattr(getattr(model, "parallel", None), "units", None)
+    for name in chosen if units is not None else ():
+        if name not in units.by_name:
+            raise ValueError(
+                f"{name} cannot be recomputed: this model is fully sharded, and gathers the weights of "
+                f"{', '.join(list(units.by_name)[1:_MOST_NAMED])}, ... as units; recompute these, or pass units="
+            )
 
 
 def _chosen(model: Any, modules: dict[str, Any], layers: RecomputeLayers) -> dict[str, Any]:

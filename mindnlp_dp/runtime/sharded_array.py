@@ -1,7 +1,8 @@
 """This module describes arrays of which each rank has a part: shards along a dimension, and pieces of a flat array.
 
-Tensor parallelism shards weights along a dimension (:class:`Shard`). ZeRO shards flat arrays, so that a rank has pieces
-of a parameter's state (:class:`ShardedArray`), and a checkpoint in several files holds these pieces.
+Tensor parallelism shards weights along a dimension (:class:`Shard`), and fully sharded models have a range of each flat
+weight on each rank (:class:`FlatShard`). ZeRO shards flat arrays, so that a rank has pieces of a parameter's state
+(:class:`ShardedArray`), and a checkpoint in several files holds these pieces.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
 
@@ -51,15 +52,39 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class FlatShard:
+    """Describes how a fully sharded weight is split: each rank has a range of its elements, in one dimension.
+
+    >>> [part.tolist() for part in (FlatShard().part(np.arange(6).reshape(2, 3), rank, 4) for rank in range(4))]
+    [[0, 1], [2, 3], [4], [5]]
+    """
+
+    def part(self, full: np.ndarray, index: int, num_shards: int) -> np.ndarray:
+        return full.reshape(-1)[self._range(full.shape, index, num_shards)]
+
+    def put(self, part: np.ndarray, full: np.ndarray, index: int, num_shards: int) -> None:
+        """Write a rank's part into the full array, which is contiguous."""
+        full.reshape(-1)[self._range(full.shape, index, num_shards)] = part
+
+    def shape(self, full: Sequence[int], index: int, num_shards: int) -> tuple[int, ...]:
+        places = self._range(full, index, num_shards)
+        return (places.stop - places.start,)
+
+    def _range(self, shape: Sequence[int], index: int, num_shards: int) -> slice:
+        begin, end = shard_bounds(math.prod(shape), num_shards)[index : index + 2]
+        return slice(begin, end)
+
+
+@dataclass(frozen=True)
 class FlatLayout:
-    """The order in which an array of ``shape`` is flattened: shard after shard if it has a ``cut`` into ``num_parts``.
+    """The order in which an array of ``shape`` is flattened: shard after shard if it has a ``shard``.
 
     >>> FlatLayout((2, 4), Shard(1), 2).whole(np.arange(8)).tolist()
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
 
     shape: tuple[int, ...]
-    shard: Optional[Shard] = None
+    shard: Optional[Union[Shard, FlatShard]] = None
     num_shards: int = 1
 
     @property

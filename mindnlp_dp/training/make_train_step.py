@@ -24,7 +24,7 @@ from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.data_parallel.naive_synchronizer import ExternalReducer
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep, Synchronizer
-from mindnlp_dp.optim.updater_factory import make_updater, warn_of_parameters_left_out
+from mindnlp_dp.optim.updater_factory import check_zero_stage, make_updater, warn_of_parameters_left_out
 from mindnlp_dp.parallel.distributed_model import DistributedModel, ReplicatedModel, replicated_model_on_all_ranks
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
@@ -150,7 +150,8 @@ def make_train_step(
         synchronizer = distributed.make_synchronizer(exchanged, **synchronizer_options)
     losses = LossMeter(distributed.group)
     distributed.check_optimizer(optimizer, parameters)
-    updater = make_updater(optimizer, synchronizer, zero_stage, scheduler, distributed.scope(parameters))
+    stage = distributed.zero_stage(check_zero_stage(zero_stage))
+    updater = make_updater(optimizer, synchronizer, stage, scheduler, distributed.scope(parameters))
     step = TrainStep(
         synchronizer, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
         resync_tied_weights=distributed.resync_tied_weights,

@@ -14,9 +14,7 @@ gets the weighted mean of the gradients of its row (the ranks of its group), as 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,6 +30,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.model_edits import Edit, ModelIndex, PPMissingLayer
 from mindnlp_dp.parallel.parallel_plan import ExpertPlan
 from mindnlp_dp.parallel.placement import Placements
+from mindnlp_dp.parallel.row_loss_weights import RowLossWeights
 from mindnlp_dp.runtime.adapters import lora_layers
 from mindnlp_dp.runtime.arrays import read
 
@@ -53,30 +52,6 @@ class ExpertLoad:
         return max(self.tokens) * len(self.tokens) / max(sum(self.tokens), 1)
 
 
-class ExpertBatchWeights:
-    """The loss weights of the current micro-step on the ranks of a row, used by the expert blocks.
-
-    Attributes:
-        total: sum of the weights over all ranks of the row.
-        share: this rank's fraction of the total.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self.total = float(group.world_size)
-        self.share = 1.0 / group.world_size
-
-    @contextlib.contextmanager
-    def micro_step(self, weight: float) -> Iterator[None]:
-        """Set the weight of this rank's loss for the forward and backward pass in this block. A collective."""
-        self.total = float(self._group.all_reduce(np.array([weight]), every_step=True)[0])
-        self.share = weight / self.total if self.total else 0.0
-        try:
-            yield
-        finally:
-            self.share = 1.0 / self._group.world_size
-
-
 class ExpertParallelBlock(nn.Module):
     """Replaces ``block`` with only the experts of this rank: of E experts on N ranks, rank r has E/N, from r E/N on.
 
@@ -86,7 +61,7 @@ class ExpertParallelBlock(nn.Module):
 
     load: ExpertLoad
 
-    def __init__(self, block: Any, group: ProcessGroup, weights: ExpertBatchWeights, norm_topk: bool) -> None:
+    def __init__(self, block: Any, group: ProcessGroup, weights: RowLossWeights, norm_topk: bool) -> None:
         super().__init__()
         for name, module in block._modules.items():
             setattr(self, name, module)
@@ -148,7 +123,7 @@ class ExpertParallelBlock(nn.Module):
 
 
 def expert_parallel_edits(
-    index: ModelIndex, plan: ExpertPlan, placements: Placements, weights: ExpertBatchWeights
+    index: ModelIndex, plan: ExpertPlan, placements: Placements, weights: RowLossWeights
 ) -> list[Edit]:
     """Return the edits that keep only this rank's experts; the new blocks read the loss weights of their row.
 

@@ -206,7 +206,8 @@ class TrainingLoop:
         trainer.distributed_model.check_optimizer(trainer.optimizer, self.synchronizer.parameters)
         scope = trainer.distributed_model.scope(self.synchronizer.parameters)
         return make_updater(
-            trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope,
+            trainer.optimizer, self.synchronizer, trainer.distributed_model.zero_stage(self.args.zero_stage),
+            trainer.lr_scheduler, scope,
             shows_gradients=self.shows_gradients,
         )  # fmt: skip
 
