@@ -43,6 +43,8 @@ def sharded(
                 layers_per_stage=layers_per_stage,
                 check=first_batch() if config.check_plan else None,
             )
+        elif config.zero_stage == "3":
+            model = dp.fully_shard(model)
         if args.gradient_checkpointing:
             dp.enable_recompute(model, args.recompute_layers)
     return model

@@ -137,7 +137,7 @@ class ParallelConfig(RunConfig):
     overlap: str = setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
     compression: str = setting("", "gradient compression: fp16, bf16 or powersgd; empty: none")
     powersgd_rank: int = setting(4, "the rank of PowerSGD's approximation")
-    zero_stage: str = setting("auto", "ZeRO stage 0, 1 or 2; auto: the fastest")
+    zero_stage: str = setting("auto", "ZeRO stage 0, 1, 2 or 3; auto: the fastest of 0 to 2")
     trace: str = setting("", "a file for the timeline of all ranks, for chrome://tracing or ui.perfetto.dev")
     profile: str = setting("", "FROM:TO: write a trace of these updates, with operators, to profile.json in output_dir")
     stats: bool = setting(False, "print the time of the gradient exchange for each update")
@@ -164,7 +164,7 @@ class ParallelConfig(RunConfig):
             ("save_best", ("", *self.metrics)),
             ("overlap", ("auto", "true", "false")),
             ("compression", ("", "fp16", "bf16", "powersgd")),
-            ("zero_stage", ("auto", "0", "1", "2")),
+            ("zero_stage", ("auto", "0", "1", "2", "3")),
             ("kernels", ("auto", "mindspore")),
             ("matmul_precision", ("auto", "highest", "medium")),
             ("deterministic", ("auto", "true", "false")),

@@ -38,6 +38,8 @@ def check_zero_stage(zero_stage: Any) -> Union[int, str]:
             f"zero_stage must be 0 (every rank updates everything), 1 (optimizer state is sharded), 2 (gradients too), "
             f'3 (weights too) or "auto", got {zero_stage!r}'
         )
+    if zero_stage == 3 and mindnlp_series() != "0.4":
+        raise ValueError(f"zero_stage=3 is for models of MindNLP 0.4, and {mindnlp_series()} is installed; use 2")
     return zero_stage
 
 

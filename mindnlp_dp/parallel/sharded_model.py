@@ -97,6 +97,8 @@ class ShardedModel(DistributedModel):
         if self._row_weights is None:
             return GradientSynchronizer(named, self.mesh.grad_sync_group, **options)
         options["overlap"] = False
+        if self.units is not None and options.get("compression"):
+            raise ValueError(f"compression={options['compression']!r} is not supported with fsdp > 1; leave it out")
         weights = self._row_weights
         is_of_row = [self.placements[p.full_name].gets_gradients_of_row for _, p in named]
         places = [[i for i, of_row in enumerate(is_of_row) if of_row == wanted] for wanted in (False, True)]

@@ -70,7 +70,7 @@ class Candidates:
         if not self.fill > 0:
             raise ValueError(f"fill must be a share of the memory above 0, got {self.fill}")
         if self.zero_stage not in (None, 0, 1, 2):
-            raise ValueError(f"zero_stage must be 0, 1 or 2, which there are here; got {self.zero_stage}")
+            raise ValueError(f"plans have zero_stage 0, 1 or 2, got {self.zero_stage}; mindnlp-dp estimate shows 3")
         # Bytes of a device that a plan may use.
         self.room = self.fill * self.cluster.memory
         self.boundaries = Boundaries(self.cluster)

@@ -11,7 +11,7 @@ from mindnlp_dp.planner.estimate_memory import estimate
 from mindnlp_dp.report.outputs import write_outputs
 from mindnlp_dp.runtime.mesh_spec import Size, mesh_name, parse_mesh
 
-_ZERO_STAGES = (0, 1, 2)
+_ZERO_STAGES = (0, 1, 2, 3)
 _COLUMNS = ("weights", "gradients", "optimizer", "activations")
 
 

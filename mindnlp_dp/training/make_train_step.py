@@ -96,7 +96,8 @@ def make_train_step(
         leave_out_bad_losses: leave out a loss that is NaN or infinite, with a warning; otherwise it is an error on all
             ranks.
         zero_stage: 0: every rank updates all parameters. 1: each rank updates one slice and holds only its optimizer
-            state. 2: it holds only the averaged gradients of its slice, too. The weights are bitwise the same on a
+            state. 2: it holds only the averaged gradients of its slice, too. 3: and only its shards of the weights, for
+            a model that was passed to :func:`~mindnlp_dp.fully_shard`. The weights are bitwise the same on a
             CPU; on a device they are equal to rounding. "auto" divides the update where the ranks of a host can share
             one set of weights, and prints its choice. Pass 0 if your code writes to weights between updates, because
             ranks that share weights would all write to the same memory. The weights become private to each rank again

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
+
 import numpy as np
 import pytest
-from sharded_models import of_one_process, one_mesh_at_a_time
-from tiny_transformers import DECODERS, LORA, build, rows, train, whole_weights
+from library import Stop
+from mindspore import Tensor
+from safetensors.numpy import load_file
+from sharded_models import IS_MPI, needs_mpi, of_one_process, one_mesh_at_a_time
+from tiny_transformers import DECODERS, LORA, batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
+from mindnlp_dp import optim as dp_optim
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.parallel.fully_sharded import units as units_module
+from mindnlp_dp.runtime.arrays import to_host
+from models import Rows, alone, tiny_roberta
+from models import train as train_by_trainer
 
 __all__ = ["one_mesh_at_a_time"]
 WORLD_SIZE = dp.get_process_group().world_size
@@ -59,3 +72,249 @@ def test_a_fully_sharded_model_trains_what_one_process_trains(group, kind, num_m
     model = dp.fully_shard(build(kind))
     step = train(model, kind, pieces_of(group, num_micro_steps))
     assert_trains_the_same(model, kind, step)
+
+
+@pytest.mark.core
+@needs_mpi
+@pytest.mark.parametrize("kind", ["roberta", "llama", f"llama{LORA}"])
+def test_one_micro_batch_per_update_gives_the_bits_of_stage_0(group, kind):
+    model = build(kind)
+    train(model, kind, pieces_of(group), zero_stage=0)
+    expected = whole_weights(model)
+    model = dp.fully_shard(build(kind))
+    train(model, kind, pieces_of(group), zero_stage=3)
+    for name, weight in whole_weights(model).items():
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+    assert model.parallel.digest() == dp.replica_digest(model_with(expected, kind))
+
+
+def model_with(weights, kind):
+    """Return a model in one process with these weights."""
+    model = build(kind)
+    for name, parameter in model.named_parameters():
+        if name in weights:
+            parameter.assign_value(Tensor(weights[name]))
+    return model
+
+
+@pytest.mark.parametrize("options", [{"recompute": True}, {"keep_gathered": True}, {"units": ["layers.[01]"]}])
+def test_what_is_kept_between_the_passes_changes_no_bit(group, options):
+    def trained(recompute=False, **options):
+        model = dp.fully_shard(build("llama", dropout=0.1), **options)
+        train(model, "llama", pieces_of(group, 2), recompute=recompute)
+        return whole_weights(model)
+
+    expected = trained()
+    for name, weight in trained(**options).items():
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+
+class LiveBytes:
+    """Counts the bytes of full weights that anything holds, now and at most."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.most = 0
+        make = units_module.new_array
+
+        def counted(shape):
+            array = make(shape)
+            self._add(array.nbytes)
+            weakref.finalize(array, self._add, -array.nbytes)
+            return array
+
+        monkeypatch.setattr(units_module, "new_array", counted)
+
+    def _add(self, num_bytes):
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("kind", "recompute"), [("llama", False), ("llama", True), ("gpt2", False), (f"llama{LORA}", False)]
+)
+def test_at_most_the_root_unit_and_one_layer_are_full_at_a_time(group, monkeypatch, kind, recompute):
+    model = dp.fully_shard(build(kind))
+    units = model.parallel.units.by_name
+    sizes = {name: sum(4 * np.prod(w.shape, dtype=int) for w in unit.weights) for name, unit in units.items()}
+    live = LiveBytes(monkeypatch)
+    train(model, kind, pieces_of(group), num_updates=2, recompute=recompute)
+    gc.collect()
+    assert live.now == 0
+    assert live.most <= sizes.pop("") + max(sizes.values())
+
+
+def test_gathers_and_reduce_scatters_of_a_micro_batch(group, monkeypatch):
+    """2 L + 1 gathers of L layers and the root unit, and L + 1 reduce-scatters."""
+    calls = []
+    model = dp.fully_shard(build("llama"))
+    for name in ("gather", "reduce"):
+        method = getattr(units_module.Unit, name)
+        monkeypatch.setattr(units_module.Unit, name, lambda *args, n=name, m=method: calls.append(n) or m(*args))
+    train(model, "llama", pieces_of(group), num_updates=1)
+    assert (calls.count("gather"), calls.count("reduce")) == (9, 5)
+
+
+def test_a_library_without_all_to_all_gives_the_same_sums(group, monkeypatch):
+    """The simple way, an all-reduce of all gradients, is the reference for the exchange of rows."""
+    unit = dp.fully_shard(build("llama")).parallel.units.by_name["model.layers.1"]
+    rng = np.random.default_rng(group.rank)
+    counts = [3 + rank for rank in range(group.world_size)]
+    sent = rng.integers(-9, 9, sum(counts)).astype(np.float32)
+    found = unit._summed(sent.copy(), counts)
+    monkeypatch.setattr(ProcessGroup, "library_without", lambda self, operation: "a library")
+    np.testing.assert_array_equal(unit._summed(sent, counts), found)
+
+
+@pytest.mark.core
+def test_ranks_without_rows_and_bad_losses(group):
+    """Ranks run a dummy batch while others gather weights; a loss that is NaN is left out on all ranks."""
+    from mindnlp.core import optim
+
+    few, many = batch("llama", 1, 1), batch("llama", 2 * group.world_size, 2)
+
+    def trained(model, num_ranks, rank, group=None):
+        model.set_train(True)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        step = dp.make_train_step(
+            lambda spoil, **inputs: model(**inputs)[0] * (float("nan") if spoil[0] else 1.0),
+            optim.AdamW(parameters, lr=5e-4), parameters, max_grad_norm=0.5, group=group, model=model,
+            loss_weight_of=lambda inputs: float((np.asarray(inputs["labels"]) >= 0).sum()),
+        )  # fmt: skip
+        for columns, spoils in ((few, False), (many, False), (many, True), (many, False)):
+            each = -(-len(columns["labels"]) // num_ranks)
+            mine = rows(
+                columns, min(rank * each, len(columns["labels"])), min((rank + 1) * each, len(columns["labels"]))
+            )
+            if mine is not None:
+                mine["spoil"] = np.full(1, spoils and rank == num_ranks - 1)
+            step(mine)
+        return whole_weights(model)
+
+    with alone() as single, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        expected = trained(build("llama"), 1, 0, single)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = trained(dp.fully_shard(build("llama")), group.world_size, group.rank)
+    assert relative_difference(found, expected, whole_weights(build("llama"))) < 1e-5
+
+
+@needs_four
+def test_replicas_of_shards(group):
+    mesh = dp.init_device_mesh({"dp": 2, "fsdp": 2})
+    model = dp.fully_shard(build("llama"), mesh)
+    step = train(model, "llama", pieces_of(mesh.dp_group, 2))
+    assert_trains_the_same(model, "llama", step)
+
+
+def trained_by_trainer(folder, zero_stage, resume=None, **settings):
+    return train_by_trainer(
+        tiny_roberta(seed=1, num_layers=2), Rows(24), folder, resume=resume, zero_stage=zero_stage,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1, learning_rate=1e-3, **settings,
+    )  # fmt: skip
+
+
+def weights_of(model):
+    return {name: to_host(weight) for name, weight in model.named_parameters()}
+
+
+@pytest.mark.core
+def test_the_trainer_trains_evaluates_predicts_and_saves(group, shared_tmp_path):
+    """The last batch of the evaluation is one row: the other ranks run dummy batches."""
+    both = []
+    for stage in (0, 3):
+        settings = {"save_strategy": "epoch", "evaluation_strategy": "epoch", "load_best_model_at_end": True}
+        trainer = trained_by_trainer(
+            shared_tmp_path / f"stage{stage}", stage, eval_dataset=Rows(2 * group.world_size + 1, seed=2), **settings
+        )
+        predicted = trainer.predict(Rows(4 * group.world_size + 1, seed=3))
+        folder = shared_tmp_path / f"model{stage}"
+        trainer.save_model(str(folder))
+        group.barrier()
+        found = load_file(folder / "model.safetensors")
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        both.append((predicted.predictions, predicted.metrics["test_loss"], losses, found, trainer.model))
+    (logits, loss, losses, weights, model), (logits_3, loss_3, losses_3, weights_3, sharded) = both
+    np.testing.assert_allclose(logits_3, logits, atol=1e-6)
+    assert loss_3 == pytest.approx(loss, abs=1e-6)
+    assert losses_3 == pytest.approx(losses, abs=1e-6)
+    assert weights_3.keys() == weights.keys()
+    for name, weight in weights.items():
+        np.testing.assert_allclose(weights_3[name], weight, atol=1e-6, err_msg=name)
+    assert sharded.parallel is not None
+    assert getattr(model, "parallel", None) is None
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("first", "second"), [(3, 3), (3, 0), (2, 3)])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_run_is_resumed_at_another_stage(group, shared_tmp_path, first, second, is_sharded):
+    settings = {"save_strategy": "steps", "save_steps": 1, "sharded_checkpoints": is_sharded}
+    reference = weights_of(trained_by_trainer(shared_tmp_path / "reference", 0).model)
+    with pytest.raises(KeyboardInterrupt):
+        trained_by_trainer(shared_tmp_path / "run", first, callbacks=[Stop(2)], **settings)
+    group.barrier()
+    dp.init_device_mesh({"dp": group.world_size})
+    resumed = trained_by_trainer(shared_tmp_path / "run", second, resume=True, **settings)
+    assert resumed.resumed_from is not None
+    for name, weight in (whole_weights if second == 3 else weights_of)(resumed.model).items():
+        np.testing.assert_allclose(weight, reference[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_weights_are_read_from_files_without_a_full_model_on_any_rank(group, shared_tmp_path):
+    group.run_on_rank0(lambda: build("llama").save_pretrained(str(shared_tmp_path)), "writing")
+    expected = build("llama")
+    with dp.empty_weights():
+        model = build("llama")
+    model = dp.fully_shard(model, weights=shared_tmp_path)
+    assert model.parallel.digest() == dp.replica_digest(expected)
+
+
+def test_all_weights_are_in_full_within_gathered(group, shared_tmp_path):
+    model, whole = dp.fully_shard(build("llama")), build("llama")
+    folder = str(shared_tmp_path / str(group.rank))
+    with pytest.raises(RuntimeError, match=r"save_pretrained\(\) needs all weights.*gathered"):
+        model.save_pretrained(folder)
+    with dp.gathered(model):
+        assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
+            name: tuple(p.shape) for name, p in whole.named_parameters()
+        }
+        inputs = {"input_ids": Tensor(batch("llama", 2)["input_ids"])}
+        np.testing.assert_array_equal(model(**inputs)[0].asnumpy(), whole(**inputs)[0].asnumpy())
+    assert all(len(p.shape) == 1 for p in model.parameters())
+
+
+@pytest.mark.core
+def test_what_fully_sharded_models_cannot_do_is_refused(group):
+    from mindnlp.core import optim
+
+    def step(model, kind=optim.AdamW, **options):
+        parameters = list(model.parameters())
+        return dp.make_train_step(lambda **inputs: model(**inputs)[0], kind(parameters, lr=0.1), parameters, **options)
+
+    with pytest.raises(ValueError, match=r"call model = mindnlp_dp.fully_shard\(model\) before its optimizer"):
+        step(build("roberta"), zero_stage=3)
+    model = dp.fully_shard(build("roberta"))
+    with pytest.raises(ValueError, match="zero_stage=2, and this model is fully sharded"):
+        step(model, zero_stage=2)
+    for kind in (dp_optim.LAMB, dp_optim.LARS, optim.Adagrad):
+        with pytest.raises(ValueError, match=f"{kind.__name__} may need whole weights"):
+            step(model, kind)
+    with pytest.raises(ValueError, match="compression='powersgd' is not supported with fsdp"):
+        step(model, compression="powersgd")
+    with pytest.raises(ValueError, match="cannot be recomputed: this model is fully sharded"):
+        dp.enable_recompute(model, "attention.self")
+    with pytest.raises(ValueError, match="is sharded already"):
+        dp.fully_shard(model)
+    model = build("roberta")
+    dp.enable_recompute(model)
+    dp.init_device_mesh({"dp": group.world_size})
+    with pytest.raises(ValueError, match="shard the model first"):
+        dp.fully_shard(model)
+    if group.world_size == 4:
+        for axis in ("tp", "pp", "sp", "ep"):
+            if IS_MPI or axis == "tp":
+                mesh = dp.init_device_mesh({"fsdp": 2, axis: 2})
+                with pytest.raises(ValueError, match=f"leave out {axis}=2"):
+                    dp.parallelize(build("mixtral" if axis == "ep" else "llama"), mesh)

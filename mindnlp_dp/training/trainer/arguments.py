@@ -67,7 +67,8 @@ class DataParallelArgumentsBase(TrainingArguments):
         default="auto",
         metadata={
             "help": "ZeRO stage: every rank updates everything (0), or each rank its shard, of the optimizer state "
-            '(1) and also of the averaged gradients (2); "auto": the fastest.'
+            "(1), also of the averaged gradients (2), and also of the weights (3, which gathers those of a layer while "
+            'it computes); "auto": the fastest of 0 to 2.'
         },
     )
     dropout: str = field(

@@ -88,6 +88,8 @@ class DataParallelTrainerBase(TrainerInterface):
         super().__init__(*self._with_upgraded_arguments(positional, keywords), **keywords)
         # A constructor may have made its own arguments.
         self.args = self.upgrade_arguments(self.args)
+        if self.args.zero_stage == 3:
+            self._fully_shard()
         # Not earlier: model_init may have made the model, and sharded it.
         self.group = (getattr(self.model, "parallel", None) or replicated_model_on_all_ranks(self.model)).group
         # The model whose columns _signature_columns names.
@@ -114,6 +116,18 @@ class DataParallelTrainerBase(TrainerInterface):
             given = {name: x for name, x in keywords.items() if isinstance(x, TrainingArguments)}
             keywords.update({name: self.upgrade_arguments(x) for name, x in given.items()})
         return found
+
+    def _fully_shard(self) -> None:
+        """Shard the weights of the model over all ranks, if it is not sharded yet. A collective."""
+        if self.args.fp16_full_eval or self.args.bf16_full_eval:
+            raise ValueError("a fully sharded model computes in float32: leave out fp16_full_eval and bf16_full_eval")
+        if getattr(self.model, "parallel", None) is not None or self.world.world_size == 1:
+            return
+        if getattr(self, "model_init", None) is not None:
+            raise ValueError("zero_stage=3 with model_init: return mindnlp_dp.fully_shard(model) from it")
+        from mindnlp_dp.parallel.fully_shard import fully_shard
+
+        fully_shard(self.model)
 
     # Methods that differ between the libraries.
 
