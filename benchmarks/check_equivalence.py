@@ -57,6 +57,7 @@ TASKS = {
 # By way, the mesh of a number of ranks; the other ways are data parallelism.
 MESHES = {
     "tp": {2: "tp=2", 4: "dp=2,tp=2"}, "pp": {2: "pp=2", 4: "dp=2,pp=2"},
+    "zero3": {2: "fsdp=2", 3: "fsdp=3", 4: "fsdp=4"},
     "sp=2": {2: "sp=2"}, "dp=2,sp=2": {4: "dp=2,sp=2"}, "sp=4": {4: "sp=4"}, "tp=2,sp=2": {4: "tp=2,sp=2"},
 }  # fmt: skip
 WAYS = ("Trainer", "custom loop", *MESHES)

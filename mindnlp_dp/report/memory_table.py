@@ -15,6 +15,13 @@ _ZERO_STAGES = (0, 1, 2, 3)
 _COLUMNS = ("weights", "gradients", "optimizer", "activations")
 
 
+def _stages_of(mesh: dict[str, Size]) -> tuple[int, ...]:
+    """Return the ZeRO stages that differ on a mesh; the third is for data parallelism alone."""
+    if set(mesh) <= {"tp", "pp"} or mesh == {"dp": 1}:
+        return _ZERO_STAGES[:1]
+    return _ZERO_STAGES if set(mesh) == {"dp"} else _ZERO_STAGES[:3]
+
+
 def run_estimate(args: argparse.Namespace) -> int:
     """Run ``mindnlp-dp estimate``: print a row for each mesh and ZeRO stage; return the exit code."""
     model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank)
@@ -33,7 +40,7 @@ def run_estimate(args: argparse.Namespace) -> int:
                 {"mesh": mesh_name(mesh), "zero_stage": stage,
                  "kept": estimate(model, args.batch, mesh, zero_stage=stage, **options),
                  "recomputed": estimate(model, args.batch, mesh, zero_stage=stage, recompute=True, **options)}
-                for stage in _ZERO_STAGES[: 1 if set(mesh) <= {"tp", "pp"} or mesh == {"dp": 1} else None]
+                for stage in _stages_of(mesh)
             ]  # fmt: skip
         except ValueError:
             # Of the usual meshes, those are shown that this model and batch can have.

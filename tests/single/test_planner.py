@@ -337,15 +337,19 @@ def test_the_command_that_estimates(capsys, tmp_path):
     assert main([*given, "--json", str(tmp_path / "out.json")]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["mesh"], row["zero_stage"]) for row in rows] == [
-        ("dp=2", 0), ("dp=2", 1), ("dp=2", 2), ("tp=2", 0), ("pp=2", 0), ("sp=2", 0), ("sp=2", 1), ("sp=2", 2),
+        ("dp=2", 0), ("dp=2", 1), ("dp=2", 2), ("dp=2", 3), ("tp=2", 0), ("pp=2", 0), ("sp=2", 0), ("sp=2", 1), ("sp=2", 2),
     ]  # fmt: skip
     first = rows[0]
     assert first["kept"]["total"] == sum(value for name, value in first["kept"].items() if name != "total")
     assert first["recomputed"]["activations"] < first["kept"]["activations"]
     assert first["recomputed"]["weights"] == rows[2]["kept"]["weights"] == 4 * load_model(TINY).parameters
     assert rows[1]["kept"]["optimizer"] == first["kept"]["optimizer"] / 2
+    # Half of the weights, and in full those of one layer, and of the embeddings and the head.
+    weights, kept = first["kept"]["weights"], rows[3]["kept"]
+    assert weights / 2 < kept["weights"] < weights * 1.5
+    assert (kept["gradients"], kept["optimizer"]) == (rows[2]["kept"]["gradients"], rows[2]["kept"]["optimizer"])
     out = capsys.readouterr().out
-    assert out.count("dp=2") == 3
+    assert out.count("dp=2") == 4
     for change, message in (
         (["--mesh", "dp=3"], "dp=3: 3 does not divide the batch of 8"),
         (["--mesh", "tp=3"], "tp=3: 3 does not divide num_attention_heads"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -70,7 +71,8 @@ def memory_of(  # noqa: PLR0917
         stage: (first, last) of the model's operators, last included; all of them by default.
         tp: tensor-parallel devices.
         dp: data-parallel devices, over which ZeRO shards.
-        zero_stage: the ZeRO stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights.
+        zero_stage: the ZeRO stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights, of which
+            those that are in no layer, and those of one layer, are gathered.
         micro_batch: samples that the device processes at a time.
         recompute: whether layers keep only their inputs and repeat their forward passes before their backward passes.
         ep: expert-parallel devices, which have different samples, too.
@@ -109,10 +111,26 @@ def memory_of(  # noqa: PLR0917
         activations = micro_batch * (in_flight * sum(kept) + max(again, default=0.0))
     else:
         activations = micro_batch * in_flight * sum(kept)
-    return parameter_memory(
+    use = parameter_memory(
         numbers[False], numbers[True], frozen[False], frozen[True], dp=dp * sp, ep=ep, zero_stage=zero_stage,
         precision=precision, activations=activations,
     )  # fmt: skip
+    return (
+        replace(use, weights=use.weights + BYTES[precision][0] * _gathered(model, operators))
+        if zero_stage == 3
+        else use
+    )
+
+
+def _gathered(model: Model, operators: Sequence[Operator]) -> float:
+    """Return the number of parameters that stage 3 has in full: those in no layer, and those of the largest layer."""
+    layer_of = dict(zip((o.name for o in model.graph.operators), recomputed_layers(model)))
+    numbers: dict[Optional[int], float] = {None: 0.0}
+    for operator in operators:
+        if operator.tied_to is None:
+            layer = layer_of[operator.name]
+            numbers[layer] = numbers.get(layer, 0.0) + operator.parameters
+    return numbers.pop(None) + max(numbers.values(), default=0.0)
 
 
 def parameter_memory(
