@@ -337,7 +337,8 @@ def test_the_command_that_estimates(capsys, tmp_path):
     assert main([*given, "--json", str(tmp_path / "out.json")]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["mesh"], row["zero_stage"]) for row in rows] == [
-        ("dp=2", 0), ("dp=2", 1), ("dp=2", 2), ("dp=2", 3), ("tp=2", 0), ("pp=2", 0), ("sp=2", 0), ("sp=2", 1), ("sp=2", 2),
+        ("dp=2", 0), ("dp=2", 1), ("dp=2", 2), ("dp=2", 3), ("tp=2", 0), ("pp=2", 0), ("sp=2", 0), ("sp=2", 1),
+        ("sp=2", 2),
     ]  # fmt: skip
     first = rows[0]
     assert first["kept"]["total"] == sum(value for name, value in first["kept"].items() if name != "total")

@@ -115,11 +115,8 @@ def memory_of(  # noqa: PLR0917
         numbers[False], numbers[True], frozen[False], frozen[True], dp=dp * sp, ep=ep, zero_stage=zero_stage,
         precision=precision, activations=activations,
     )  # fmt: skip
-    return (
-        replace(use, weights=use.weights + BYTES[precision][0] * _gathered(model, operators))
-        if zero_stage == 3
-        else use
-    )
+    gathered = _gathered(model, operators) if zero_stage == 3 else 0.0
+    return replace(use, weights=use.weights + BYTES[precision][0] * gathered)
 
 
 def _gathered(model: Model, operators: Sequence[Operator]) -> float:
