@@ -26,6 +26,7 @@ _TARGETS = {
     "gpt2": ["c_attn", "c_proj"],
     "opt": ["q_proj", "v_proj", "out_proj", "fc1", "fc2"],
     "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
+    "roberta": ["query", "value", "dense"],
     "t5": ["q", "v", "o", "wi", "wo"],
 }
 _LLAMA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -114,7 +114,9 @@ class Placements(Mapping[str, Placement]):
         """Return the full array of which ``mine`` is this rank's shard, or has this rank's pieces of the shard."""
         shard, mesh = placement.shard, self.mesh
         layout = FlatLayout(placement.shape, shard, 1 if shard is None else mesh.sizes[placement.axis])
-        return mine.within(layout, 0 if shard is None else mesh.index(placement.axis))
+        full = mine.within(layout, 0 if shard is None else mesh.index(placement.axis))
+        # Ranges of the flat array are pieces of it as it is.
+        return replace(full, layout=FlatLayout(placement.shape)) if isinstance(shard, FlatShard) else full
 
     def owns(self, placement: Placement) -> bool:
         """Return whether this rank, of the model-parallel ranks with the same data, adds it to a sum over the model."""

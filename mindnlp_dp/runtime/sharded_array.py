@@ -55,8 +55,8 @@ class Shard:
 class FlatShard:
     """Describes how a fully sharded weight is split: each rank has a range of its elements, in one dimension.
 
-    >>> [part.tolist() for part in (FlatShard().part(np.arange(6).reshape(2, 3), rank, 4) for rank in range(4))]
-    [[0, 1], [2, 3], [4], [5]]
+    >>> [part.tolist() for part in (FlatShard().part(np.arange(6).reshape(2, 3), rank, 3) for rank in range(3))]
+    [[0, 1], [2, 3], [4, 5]]
     """
 
     def part(self, full: np.ndarray, index: int, num_shards: int) -> np.ndarray:

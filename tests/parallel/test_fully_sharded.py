@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from library import Stop
 from mindspore import Tensor
-from safetensors.numpy import load_file
 from sharded_models import IS_MPI, needs_mpi, of_one_process, one_mesh_at_a_time
 from tiny_transformers import DECODERS, LORA, batch, build, rows, train, whole_weights
 
@@ -76,8 +75,10 @@ def test_a_fully_sharded_model_trains_what_one_process_trains(group, kind, num_m
 
 @pytest.mark.core
 @needs_mpi
-@pytest.mark.parametrize("kind", ["roberta", "llama", f"llama{LORA}"])
+@pytest.mark.skipif(WORLD_SIZE == 3, reason="three ranks have other numbers of rows than powers of two")
+@pytest.mark.parametrize("kind", ["roberta", f"roberta{LORA}"])
 def test_one_micro_batch_per_update_gives_the_bits_of_stage_0(group, kind):
+    """The loss weights are powers of two, so that it makes no difference when they are multiplied."""
     model = build(kind)
     train(model, kind, pieces_of(group), zero_stage=0)
     expected = whole_weights(model)
@@ -232,7 +233,7 @@ def test_the_trainer_trains_evaluates_predicts_and_saves(group, shared_tmp_path)
         folder = shared_tmp_path / f"model{stage}"
         trainer.save_model(str(folder))
         group.barrier()
-        found = load_file(folder / "model.safetensors")
+        found = weights_of(type(trainer.model).from_pretrained(str(folder)))
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         both.append((predicted.predictions, predicted.metrics["test_loss"], losses, found, trainer.model))
     (logits, loss, losses, weights, model), (logits_3, loss_3, losses_3, weights_3, sharded) = both
@@ -298,7 +299,7 @@ def test_what_fully_sharded_models_cannot_do_is_refused(group):
     model = dp.fully_shard(build("roberta"))
     with pytest.raises(ValueError, match="zero_stage=2, and this model is fully sharded"):
         step(model, zero_stage=2)
-    for kind in (dp_optim.LAMB, dp_optim.LARS, optim.Adagrad):
+    for kind in (dp_optim.LAMB, dp_optim.LARS, type("Own", (optim.AdamW,), {})):
         with pytest.raises(ValueError, match=f"{kind.__name__} may need whole weights"):
             step(model, kind)
     with pytest.raises(ValueError, match="compression='powersgd' is not supported with fsdp"):

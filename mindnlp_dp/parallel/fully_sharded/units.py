@@ -122,8 +122,8 @@ class Unit:
     def gather(self) -> list[Tensor]:
         """Return all weights of the unit in full. A collective."""
         group, mine = self.units.group, [self._on_host(weight) for weight in self.weights]
-        # All ranks send the same number of elements.
-        row = np.zeros(sum(bounds[1] - bounds[0] for bounds in self._bounds), np.float32)
+        # All ranks send as many elements as the rank that has most.
+        row = np.zeros(max(self._counts(self._bounds)), np.float32)
         np.concatenate(mine, out=row[: sum(map(len, mine))])
         rows = group.all_gather(row, every_step=True)
         begins, found = [0] * len(rows), []
@@ -135,6 +135,10 @@ class Unit:
                 begins[rank] += end - begin
             found.append(from_host(full, "float32"))
         return found
+
+    def _counts(self, bounds: Sequence[Sequence[int]]) -> list[int]:
+        """Return the numbers of elements of each rank's shards."""
+        return [sum(b[rank + 1] - b[rank] for b in bounds) for rank in range(self.units.group.world_size)]
 
     def _on_host(self, weight: UnitWeight) -> np.ndarray:
         shard = weight.shard
@@ -149,7 +153,7 @@ class Unit:
         """Return this rank's shards of the weighted sums of all ranks' gradients. A collective."""
         group, loss_weight = self.units.group, self.units.loss_weights.own
         bounds = [self._bounds[index] for index in trained]
-        counts = [sum(b[rank + 1] - b[rank] for b in bounds) for rank in range(group.world_size)]
+        counts = self._counts(bounds)
         sent, begin = np.zeros(sum(counts), np.float32), 0
         arrays = [None if gradient is None else read(gradient).reshape(-1) for gradient in gradients]
         for rank in range(group.world_size):
