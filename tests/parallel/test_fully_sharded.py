@@ -230,10 +230,11 @@ def test_the_trainer_trains_evaluates_predicts_and_saves(group, shared_tmp_path)
             shared_tmp_path / f"stage{stage}", stage, eval_dataset=Rows(2 * group.world_size + 1, seed=2), **settings
         )
         predicted = trainer.predict(Rows(4 * group.world_size + 1, seed=3))
-        folder = shared_tmp_path / f"model{stage}"
-        trainer.save_model(str(folder))
-        group.barrier()
-        found = weights_of(type(trainer.model).from_pretrained(str(folder)))
+        found = weights_of(trainer.model)
+        if stage == 3:
+            trainer.save_model(str(shared_tmp_path / "model"))
+            group.barrier()
+            found = weights_of(type(trainer.model).from_pretrained(str(shared_tmp_path / "model")))
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         both.append((predicted.predictions, predicted.metrics["test_loss"], losses, found, trainer.model))
     (logits, loss, losses, weights, model), (logits_3, loss_3, losses_3, weights_3, sharded) = both
