@@ -265,7 +265,7 @@ def this_machine() -> dict[str, Any]:
     bandwidth = 8 * _VALUES / copies
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_cores
     return {
-        "name": "this machine, a device a core", "hosts": 1, "devices_per_host": num_cores,
+        "name": "this machine, one device per core", "hosts": 1, "devices_per_host": num_cores,
         "memory_gib": memory / 2**30, "tflops": 2e-12 * _SIZE**3 / products, "efficiency": 0.8,
         "memory_bandwidth_gbs": 1e-9 * bandwidth, "gscores": _GSCORES, "gdraws": _GDRAWS, "call_us": _CALL_US,
         "precision": "float32",
