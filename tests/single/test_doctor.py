@@ -75,7 +75,7 @@ def test_a_missing_mpirun(monkeypatch):
     assert to_mend(doctor.check_environment({}))["mpirun was not found"] == 'pip install "mindnlp-dp[mpi]"'
     monkeypatch.setattr(doctor, "_try_backend", lambda backend, *_: doctor.Finding(f"{backend} works"))
     tried = [finding.what for finding in doctor.check_backends({}, can_import=True)]
-    assert tried == ["mpi: not tried, because mpirun is missing", "mindspore works"]
+    assert tried == ["mpi: not tested, because mpirun is missing", "mindspore works"]
 
 
 def test_a_taken_port(monkeypatch):
@@ -107,7 +107,7 @@ def test_it_works_when_mindspore_and_mindnlp_cannot_be_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
     assert "MindSpore cannot be imported: ImportError: this mindspore is broken" in done.stdout
-    assert "mpi: not tried, because of the imports above" in done.stdout
+    assert "mpi: not tested, because the imports above failed" in done.stdout
 
 
 def test_devices():

@@ -204,7 +204,7 @@ def test_a_reader_that_is_gone_does_not_end_the_job(tmp_path, pipe, capsys):
         console.show()
         console.close()
         print("nor does this")
-    assert capsys.readouterr().err.count("nothing more is shown") == 1
+    assert capsys.readouterr().err.count("output is no longer shown") == 1
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -310,4 +310,4 @@ def test_an_attempt_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
         console.show()
         console.close()
         stop_waiting_for_readers()
-    assert "no process reads it here" in capsys.readouterr().err
+    assert "no process reads this output" in capsys.readouterr().err
