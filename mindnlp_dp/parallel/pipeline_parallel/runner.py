@@ -93,7 +93,9 @@ class Pipeline:
         """Run this stage in training; otherwise run all stages and return the model's output on every rank."""
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) or getattr(self._config, name, False):
-                raise ValueError(f"{name}: a stage has only those of its layers; leave it out, or pp")
+                raise ValueError(
+                    f"{name} is not supported with pp, whose stages have only their own layers; leave out {name} or pp"
+                )
         if self._is_training:
             return self._stage_forward(*args, **kwargs)
         self._check_usable()

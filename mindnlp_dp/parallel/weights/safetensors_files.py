@@ -45,7 +45,7 @@ class WeightFiles:
     def __init__(self, folder: Path, placements: Placements, *, is_complete: bool) -> None:
         paths = sorted(folder.glob(MODEL_FILES))
         if not paths:
-            raise CheckpointError(f"{folder} holds no weights: {MODEL_FILES} is missing")
+            raise CheckpointError(f"{folder} has no weights: {MODEL_FILES} is missing")
         self._files: dict[str, Any] = {}
         for path in paths:
             try:
