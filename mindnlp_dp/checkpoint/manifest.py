@@ -184,7 +184,7 @@ def _without_manifest(path: Path, error: OSError) -> str:
     if not path.exists():
         return f"{path} does not exist" + ("" if path.is_absolute() else f" in {Path.cwd()}")
     if not any(path.iterdir()):
-        return f"{path} is empty, and no checkpoint"
+        return f"{path} is empty, so it is not a checkpoint"
     return (
         f"{path} has no {MANIFEST}, so no run can be resumed from it: it was saved by MindNLP's own Trainer, or in "
         "part; from_pretrained may load its weights"

@@ -81,7 +81,7 @@ def test_no_room_is_no_memory(monkeypatch):
 
 def test_hosts_with_other_numbers_of_ranks_are_told():
     assert why_not_shared([3, 3, 3]) == ""
-    assert why_not_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start as many on every host")
+    assert why_not_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start the same number on every host")
 
 
 def bucket():

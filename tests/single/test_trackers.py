@@ -123,5 +123,5 @@ def test_a_tracker_that_fails_does_not_end_training(tmp_path, monkeypatch):
             raise ConnectionError("no network")
 
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", (Broken, "json"))
-    with pytest.warns(RuntimeWarning, match="mlflow gets no more of this run: ConnectionError: no network"):
+    with pytest.warns(RuntimeWarning, match="mlflow does not log this run any more: ConnectionError: no network"):
         assert run(tmp_path, "mlflow").state.global_step == 8

@@ -252,5 +252,5 @@ class TrackerCallback(TrainerCallback):
         except Exception as error:  # noqa: BLE001
             self._open.pop(name, None)
             warnings.warn(
-                f"{name} gets no more of this run: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3
+                f"{name} does not log this run any more: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3
             )

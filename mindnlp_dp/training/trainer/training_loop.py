@@ -251,7 +251,10 @@ class TrainingLoop:
             self._log_evaluate_save()
         if position.epoch_done and position.update == 0:
             if self.world.is_main:
-                print(f"epoch {position.epoch} holds no batches; training stops at step {trainer.state.global_step}")
+                print(
+                    f"the data set is empty in epoch {position.epoch}; training stops at step "
+                    f"{trainer.state.global_step}"
+                )
             trainer.control.should_training_stop = True
         position.ending_epoch = True
         position.epoch_done |= self.agree.agreed["should_epoch_stop"] or position.update == self.updates_per_epoch
