@@ -30,10 +30,10 @@ def test_versions_that_fit():
 @pytest.mark.parametrize(
     ("installed", "what", "advice"),
     [
-        ({"numpy": "2.1.0"}, "numpy 2.1.0 does not fit, <2 does", 'pip install "numpy<2"'),
+        ({"numpy": "2.1.0"}, "numpy 2.1.0 is not supported, expected <2", 'pip install "numpy<2"'),
         (
             {"mindspore": "2.10.0"},
-            "mindspore 2.10.0 does not fit, <2.9.0,>=2.5.0 does",
+            "mindspore 2.10.0 is not supported, expected <2.9.0,>=2.5.0",
             f'pip install "mindspore=={BEST_MINDSPORE}"',
         ),
         ({"mindspore": None}, "mindspore is not installed", f'pip install "mindspore=={BEST_MINDSPORE}"'),

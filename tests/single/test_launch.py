@@ -144,7 +144,7 @@ def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
     ("ended", "what"),
     [
         ([ExitedProcess(None, 0)], "exited without reporting a status"),
-        ([ExitedProcess(0, 0), ExitedProcess(1, 0)], "exited with code 0, before the end of the script (os._exit),"),
+        ([ExitedProcess(0, 0), ExitedProcess(1, 0)], "exited with code 0 before the end of the script (os._exit),"),
     ],
 )
 def test_a_rank_without_a_status_has_failed_whatever_its_parent_says(tmp_path, ended, what):

@@ -665,7 +665,7 @@ def test_an_encoder_decoder_has_two_stages_at_most():
 @pytest.mark.parametrize(
     ("mesh", "micro_batch", "options", "message"),
     [
-        ({"dp": 3}, 1, {}, "is not 4 devices"),
+        ({"dp": 3}, 1, {}, "does not have the 4 devices"),
         ({"dp": 4}, 3, {}, "do not divide 16 samples"),
         ({"pp": 2, "dp": 2}, 1, {"blocks": [1, 1]}, "does not split 6 layers"),
         ({"dp": 4}, 0, {}, "micro_batch must be at least 1"),
@@ -673,7 +673,7 @@ def test_an_encoder_decoder_has_two_stages_at_most():
         ({"pp": 2, "sp": 2}, 1, {}, "pp=2,sp=2: sp with pp is not supported"),
         ({"ep": 4}, 1, {}, "ep=4: 4 does not divide 0 experts"),
         ({"pp": 2, "dp": (2, 1, 1)}, 1, {}, "or of as many stages"),
-        ({"pp": 2, "dp": (2, 1)}, 1, {}, "is not 4 devices"),
+        ({"pp": 2, "dp": (2, 1)}, 1, {}, "does not have the 4 devices"),
         ({"pp": 2, "dp": (2, 1), "tp": (1, 2)}, 1, {}, "1 samples of a micro-batch cannot be split evenly among 2"),
     ],
 )

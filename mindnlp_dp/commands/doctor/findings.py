@@ -337,7 +337,7 @@ def check_backends(environ: Mapping[str, str], *, can_import: bool) -> Iterator[
         elif backend == "mpi" and find_mpirun() is None:
             yield Finding("mpi: not tested, because mpirun is missing")
         elif backend == "mpi" and device != "CPU":
-            # Without DEVICE_TARGET, ranks of MPI use the CPU; what fails there need not be mended for the device.
+            # Without DEVICE_TARGET, ranks of MPI use the CPU; what fails there need not be fixed for the device.
             tried = _try_backend(backend, advice, 2, {**environ, "DEVICE_TARGET": "CPU"})
             yield Finding(f"{tried.what}{_MPI_IS_OPTIONAL}" if tried.advice else tried.what)
         else:
