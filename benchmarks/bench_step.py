@@ -93,7 +93,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             ("PyTorch, with ZeroRedundancyOptimizer", "torch one", "torch two, zero"),
         ]
     print(
-        f"{machine()}; BERT, 22.7 million parameters, {BATCH} x {LENGTH} tokens per rank, medians of {args.repeats} jobs"
+        f"{machine()}; BERT, 22.7 million parameters, {BATCH} x {LENGTH} tokens per rank, medians "
+        f"of {args.repeats} jobs"
     )
     print("x MindNLP: samples per second, over those of MindNLP in one process")
     rows = [["MindNLP, on kernels of MindSpore", f"{statistics.median(own):.3f} s", "", "", "", "1.00"]]

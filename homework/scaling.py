@@ -62,7 +62,10 @@ def print_report(fitted: dict[str, dict[str, Any]]) -> None:
         if not found["fits"]:
             predicted = ()
             how = "slower than one" if found["fraction"] == 0.0 else "faster than their number allows"
-            print(f"note: {max(found['speedups'])} ranks are {how}, which no fraction explains; nothing is predicted")
+            print(
+                f"note: {max(found['speedups'])} ranks are {how}, so no parallel fraction fits, "
+                "and no prediction is made"
+            )
         print(f"{'ranks':>7}{'rate of one':>14}{'efficiency':>12}{'samples/s':>12}{'speed-up':>10}{'the law says':>14}")
         for world_size in sorted({*found["speedups"], *predicted}):
             law_says = speedup_of(world_size, found["fraction"])

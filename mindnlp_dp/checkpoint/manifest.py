@@ -194,7 +194,7 @@ def _without_manifest(path: Path, error: OSError) -> str:
 def _wrong_with(manifest: dict[str, Any]) -> Optional[str]:
     """Return what is missing or malformed in a manifest; None if it is well-formed."""
     if "state" not in manifest:
-        return "it lacks state"
+        return "it has no state"
     files = manifest.get("files")
     if not isinstance(files, dict):
         return f"files is a {type(files).__name__}, expected the names of files"
@@ -203,4 +203,4 @@ def _wrong_with(manifest: dict[str, Any]) -> Optional[str]:
             return f"{name!r} is not a file in the folder"
         if not isinstance(entry, dict) or not entry.keys() >= {"bytes", HASH}:
             return f"expected bytes and {HASH} of {name!r}, got {entry!r}"
-    return None if STATE in files else f"files lacks {STATE}"
+    return None if STATE in files else f"files has no {STATE}"

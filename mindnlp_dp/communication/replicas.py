@@ -168,7 +168,7 @@ def check_same_structure(weights: Iterable[tuple[str, Any]], group: ProcessGroup
             longer, shorter = (0, rank) if len(structures[0]) > len(theirs) else (rank, 0)
             extra = structures[longer][len(structures[shorter])]
             raise ReplicaMismatchError(
-                f"models differ by construction: rank {longer} has {_show(extra)}, which rank {shorter} lacks; "
+                f"models differ by construction: rank {longer} has {_show(extra)}, which rank {shorter} does not have; "
                 "build the same model on every rank"
             )
 

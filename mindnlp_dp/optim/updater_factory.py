@@ -137,8 +137,8 @@ def _check_scope(optimizer: Any, synchronizer: Synchronizer, scope: ModelScope) 
         raise ValueError("MindSpore's reducer exchanges gradients over all ranks, but some ranks have other shards")
     if isinstance(optimizer, (LAMB, LARS)) and scope.has_sharded_parameters:
         raise ValueError(
-            f"{type(optimizer).__name__} needs the norm of each whole parameter, of which ranks have parts (tp > 1); "
-            "use AdamW, Adam or SGD"
+            f"{type(optimizer).__name__} needs the norm of each whole parameter, and each rank has a part of them "
+            "(tp > 1); use AdamW, Adam or SGD"
         )
 
 

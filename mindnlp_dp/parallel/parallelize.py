@@ -114,7 +114,7 @@ def parallelize(
     if dry_run:
         return edits
     if check is not None and weights is not None:
-        raise ValueError("check runs the whole model, with its own weights; leave weights out, or check a small config")
+        raise ValueError("check runs the full model, with its own weights; leave weights out, or check a small config")
     if len(set(mesh.world.all_gather_object(check is None))) > 1:
         raise ValueError("check= needs the same batch on every rank, and some ranks have none")
     checking = None if check is None or mesh.is_data_parallel else PlanCheck(model, mesh, check)

@@ -294,7 +294,7 @@ def _why(table: _Table, cost: np.ndarray, allowed: np.ndarray, sizes: Sequence[i
         if not np.isfinite(covers).any():
             runs = cost[: layer + 1, layer:]
             full = bool(np.isfinite(runs).any()) and not (allowed[: layer + 1, layer:] >= 0).any()
-            reason = "no submesh has enough memory for it" if full else "its cost is inf on every submesh that there is"
+            reason = "no submesh has enough memory for it" if full else "its cost is inf on every submesh"
             return f"no stage can have layer {layer}: {reason}"
     return (
         f"no slicing of {table.num_layers} layers uses exactly {num_devices} devices in submeshes of "

@@ -128,7 +128,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_error():
 
 
 RING_OF_FOUR = """\
-ring, 4 ranks. The array is cut into 4 chunks. Every rank sends to its right neighbor only, all of them at once.
+ring, 4 ranks. The array is split into 4 chunks. Every rank sends to its right neighbor only, all of them at once.
 In brackets: the ranks whose numbers a message holds the sum of.
 
 scatter-reduce 1 of 3

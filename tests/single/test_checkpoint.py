@@ -415,7 +415,7 @@ def rewrite(checkpoint, change):
             nest_deeply,
             "checkpoint.json is damaged: RecursionError",
         ),
-        (lambda c: rewrite(c, lambda manifest: manifest.pop("state")), "checkpoint.json is damaged: it lacks state"),
+        (lambda c: rewrite(c, lambda manifest: manifest.pop("state")), "checkpoint.json is damaged: it has no state"),
         (
             lambda c: rewrite(c, lambda manifest: manifest["files"].pop("state.safetensors")),
             "checkpoint.json is damaged: files lacks state.safetensors",

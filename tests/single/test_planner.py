@@ -211,7 +211,7 @@ def test_a_file_changes_a_preset(tmp_path):
     assert cluster.flops == load_cluster("v100-16gb-8").flops
     assert cluster.resized(64).num_hosts == 8
     assert cluster.resized(4).devices_per_host == 4
-    with pytest.raises(ValueError, match="12 devices are not whole hosts"):
+    with pytest.raises(ValueError, match="12 devices do not fill the hosts"):
         cluster.resized(12)
 
 
@@ -395,7 +395,9 @@ def test_operators_are_clustered_by_the_min_max_rule():
 
 def test_a_transformer_is_cut_between_its_layers():
     model = load_model("gpt2")
-    firsts = cluster_layers([o.flops for o in model.graph.operators], crossing(model.graph), 6, split_points=model.split_points)
+    firsts = cluster_layers(
+        [o.flops for o in model.graph.operators], crossing(model.graph), 6, split_points=model.split_points
+    )
     names = [model.graph.operators[first].name for first in firsts]
     # The last layer contains the output layer and only one block.
     assert names == ["embeddings.words", *(f"h.{block}.ln_1" for block in (2, 4, 6, 8, 11))]
@@ -739,7 +741,7 @@ def test_the_command_prints_writes_and_draws(capsys, tmp_path, files):
         (["--model", "nothing"], "model 'nothing' is neither a file nor one of"),
         (["--cluster", "nothing"], "cluster 'nothing' is neither a file nor one of"),
         (["--fill", "0"], "fill must be a share"),
-        (["--devices", "6"], "6 devices are not whole hosts"),
+        (["--devices", "6"], "6 devices do not fill the hosts"),
         (["--measure", "x.yaml"], "give --cluster, or --measure"),
     ],
 )

@@ -162,8 +162,8 @@ def test_speed_up_is_of_one_process_and_the_fastest_of_several():
     [
         (None, r"report.json does not exist; it is written by scripts/finetune.py when a run has ended"),
         ("{", r"report.json is not JSON"),
-        ("[]", r"is not the report of a run: it lacks world_size, backend"),
-        ('{"world_size": 1}', r"is not the report of a run: it lacks backend"),
+        ("[]", r"is not the report of a run: it does not have world_size, backend"),
+        ('{"world_size": 1}', r"is not the report of a run: it does not have backend"),
     ],
 )
 def test_what_is_no_run_is_told_in_a_sentence(tmp_path, capsys, content, expected):

@@ -104,7 +104,7 @@ def test_a_resumed_run_continues_its_curves(tmp_path, monkeypatch, name):
 
 def test_names():
     assert trackers.tracker_names(None) == trackers.tracker_names("none") == trackers.tracker_names(["none"]) == []
-    with pytest.raises(ValueError, match="report_to names 'wandb', which is none of tensorboard, swanlab, mlflow"):
+    with pytest.raises(ValueError, match="report_to names 'wandb', expected tensorboard, swanlab, mlflow"):
         trackers.tracker_names("wandb")
 
 

@@ -249,7 +249,7 @@ class Pipeline:
                 output = share.micro.forward(share.batch)
             if not self._is_last:
                 raise RuntimeError(
-                    f"the model was not called in the forward pass of rank {self.mesh.world.label()}, or not by itself"
+                    f"the model was not called in the forward pass of rank {self.mesh.world.label()}, or not directly"
                 )
         except StageOutput as stage_output:
             output = stage_output.hidden_states

@@ -57,9 +57,7 @@ class WeightFiles:
         self._names = {name: there for name, there in found.items() if there is not None}
         self.missing = [name for name, there in found.items() if there is None]
         if not self._names:
-            raise CheckpointError(
-                f"{folder} holds no weight of this model's; it holds {', '.join(list(self._files)[:3])}"
-            )
+            raise CheckpointError(f"{folder} has no weight of this model; it has {', '.join(list(self._files)[:3])}")
         for name, there in self._names.items():
             shape, expected = tuple(self._files[there].get_slice(there).get_shape()), placements[name].shape
             if shape != expected:

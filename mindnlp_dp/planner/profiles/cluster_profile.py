@@ -90,7 +90,7 @@ class Cluster:
         per_host = min(num_devices, self.devices_per_host)
         if num_devices < 1 or num_devices % per_host:
             raise ValueError(
-                f"{num_devices} devices are not whole hosts of {self.name}, which has {self.devices_per_host} in each"
+                f"{num_devices} devices do not fill the hosts of {self.name}, which has {self.devices_per_host} in each"
             )
         return replace(self, num_hosts=num_devices // per_host, devices_per_host=per_host)
 

@@ -275,7 +275,7 @@ def _from_operators(keys: dict[str, Any], name: str, sequence: Optional[int]) ->
     operators = [_operator(dict(entry), number) for number, entry in enumerate(listed)]
     graph = Graph(operators, name)
     if not any(o.flops or o.traffic for o in operators):
-        raise ValueError("model key operators: none of them has FLOPs or traffic, so that there is nothing to plan")
+        raise ValueError("model key operators: none of them has FLOPs or traffic, so there is nothing to plan")
     sequence = sequence or keys.get("sequence", 1)
     if not isinstance(sequence, int) or sequence < 1:
         raise ValueError(f"model key sequence must be a whole number of at least 1, got {sequence!r}")

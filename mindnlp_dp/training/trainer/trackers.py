@@ -181,7 +181,7 @@ def tracker_names(report_to: Union[str, Sequence[str], None]) -> list[str]:
         return [name for name, (_, package) in TRACKERS.items() if importlib.util.find_spec(package)]
     for name in names:
         if name not in TRACKERS:
-            raise ValueError(f"report_to names {name!r}, which is none of {', '.join(TRACKERS)}, all and none")
+            raise ValueError(f"report_to names {name!r}, expected {', '.join(TRACKERS)}, all or none")
         package = TRACKERS[name][1]
         if importlib.util.find_spec(package) is None:
             raise ValueError(

@@ -530,9 +530,12 @@ class TrainingLoop:
         if self.trainer.world.is_main:
             where = f"this run was stopped at update {state.global_step} of {total}"
             if stopped_early:
-                print(f"{where} by early stopping, and has ended: nothing is left to train", flush=True)
+                print(f"{where} by early stopping, and is complete: there is nothing left to train", flush=True)
             elif is_restarted:
-                print(f"{where}, before its job was restarted, and has ended: nothing is left to train", flush=True)
+                print(
+                    f"{where}, before its job was restarted, and is complete: there is nothing left to train",
+                    flush=True,
+                )
             else:
                 print(f"{where}; it is resumed there, and continues to its end", flush=True)
         return is_restarted or stopped_early

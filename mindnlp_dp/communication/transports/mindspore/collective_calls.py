@@ -311,8 +311,8 @@ class TimeoutReportingCalls:
                     if not _FAILED.search(str(error)):
                         raise
                     raise CollectiveTimeoutError(
-                        f"rank {self._rank} lost a rank that it exchanges with, {waited:.0f} s after it came to "
-                        f"{name}: that one has ended, as its log says"
+                        f"rank {self._rank} lost the connection to another rank, {waited:.0f} s after it "
+                        f"entered {name}: that rank has ended, see its log"
                     ) from error
                 raise CollectiveTimeoutError(
                     f"rank {self._rank} waited {waited:.0f} s in {name} for a rank that did not arrive, and MindSpore "
