@@ -5,8 +5,8 @@
 
 Every rank trains 4 sequences of 128 tokens per update: loss of all tokens, clipping, AdamW. "MindNLP" is its own
 Trainer in one process, with kernels of MindSpore; it cannot train on several ranks. "ours" is DataParallelTrainer.
-PyTorch trains a Llama of the same sizes, from its own RMSNorm, attention and fused AdamW, over gloo: DistributedDataParallel.
-LoRA has rank 8, in all linear layers but the output layer.
+PyTorch trains a Llama of the same sizes, from its own RMSNorm, attention and fused AdamW, over gloo:
+DistributedDataParallel. LoRA has rank 8, in all linear layers but the output layer.
 
 Every rank has one core; "MindNLP, two cores" is one process that may use both. Peak memory is that of the rank that
 needs most, without what it had before the model was built; the estimate is that of mindnlp-dp estimate. Ranks of one
