@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindnlp_dp.data.batches import streams_of
 from mindnlp_dp.kernels import dropout
-from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, Shard, ShardOf, seeded, shared_by_samples
+from mindnlp_dp.runtime.random_state import MaskRecord, SampleShard, SampleStreams, ShardOf, seeded, shared_by_samples
 
 # Samples, tokens, features, heads, choices and batches end to end; letters without a space are one dimension.
 LAYOUTS = [
@@ -115,20 +115,22 @@ def test_masks_of_head_width_and_token_shards_are_slices_of_the_full_mask(
         own[axis] = last - first
         flat = (3 * own[1], 7) if len(shape) == 2 else tuple(own)
         # Three heads are one block.
-        shard = Shard(first // 3, last // 3, 2) if of is ShardOf.HEADS else Shard(first, last, bounds[-1], of)
+        shard = (
+            SampleShard(first // 3, last // 3, 2) if of is ShardOf.HEADS else SampleShard(first, last, bounds[-1], of)
+        )
         mine = sample_masks(flat, positions, lengths=lengths, starts=starts, shard=shard)
         parts.append(mine.reshape(own))
     np.testing.assert_array_equal(np.concatenate(parts, axis), expected)
 
 
 def test_masks_of_head_shards_are_slices_with_several_rows_per_sample():
-    """Shard heads that are a dimension of each of a sample's two rows, and heads that are its rows."""
-    positions, shard, lengths = np.array([3, 1]), Shard(1, 2, 3), [40, 36]
+    """SampleShard heads that are a dimension of each of a sample's two rows, and heads that are its rows."""
+    positions, shard, lengths = np.array([3, 1]), SampleShard(1, 2, 3), [40, 36]
     whole = sample_masks((4, 6, 40, 36), positions, lengths=lengths).reshape(2, 2, 6, 40, 36)
     mine = sample_masks((4, 2, 40, 36), positions, lengths=lengths, shard=shard)
     np.testing.assert_array_equal(mine.reshape(2, 2, 2, 40, 36), whole[:, :, 2:4])
     flat = sample_masks((12, 40, 36), positions, lengths=lengths).reshape(2, 6, 40, 36)
-    for shard, of_six in ((Shard(1, 2, 3), slice(2, 4)), (Shard(2, 3, 6), slice(2, 3))):
+    for shard, of_six in ((SampleShard(1, 2, 3), slice(2, 4)), (SampleShard(2, 3, 6), slice(2, 3))):
         own = (2 * (of_six.stop - of_six.start), 40, 36)
         mine = sample_masks(own, positions, lengths=lengths, shard=shard)
         np.testing.assert_array_equal(mine.reshape(2, -1, 40, 36), flat[:, of_six])
