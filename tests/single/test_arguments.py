@@ -1,3 +1,5 @@
+"""Test DataParallelArguments: upgraded arguments, refused settings, and who logs and saves."""
+
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"""Test async_save: checkpoints that a thread writes are those that training would have waited for."""
+"""Test async_save: a thread writes the same checkpoints while training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests how many updates a run makes when its batch size changes: it reads every planned sample and no other."""
+"""Test how many updates an elastic run makes when its batch size changes: it reads the planned samples."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Test which parameters each gradient bucket holds, in which order, and where its slices begin."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Test that models stop where their turn ends, after they are trained on chats with the templates of known models."""
+"""Test that models trained on chats, with the templates of known models, stop at the end of their turn."""
 
 from __future__ import annotations
 

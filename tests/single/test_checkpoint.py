@@ -542,7 +542,7 @@ def test_a_run_resumes_from_and_removes_only_its_own_checkpoints(tmp_path, capsy
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("stop_at", [3, 5], ids=["before it saves", "after it has saved"])
+@pytest.mark.parametrize("stop_at", [3, 5], ids=["stopped before its first save", "stopped after a save"])
 def test_resume_continues_the_run_that_restarted_from_an_earlier_checkpoint(tmp_path, capsys, stop_at):
     train_until(tmp_path, 8)
     # A run that cannot be resumed there does not go back.

@@ -1,4 +1,4 @@
-"""Tests the device path on a simulated NPU or GPU (none is here): the arguments of its calls, its sums, its waits."""
+"""Test the device path on a simulated NPU or GPU: the arguments of its calls, its sums, and its host reads."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Test what `mindnlp-dp doctor` reports of versions, variables, ports and devices."""
+
 from __future__ import annotations
 
 import os

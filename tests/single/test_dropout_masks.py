@@ -1,4 +1,4 @@
-"""Test the numbers of the elements that dropout drops: a sample has its mask on any rank, at any padded length."""
+"""Test dropout masks: a sample has the same mask in any batch, on any rank, and at any padded length."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_masks_of_head_width_and_token_shards_are_slices_of_the_full_mask(
 
 
 def test_masks_of_head_shards_are_slices_with_several_rows_per_sample():
-    """SampleShard heads that are a dimension of each of a sample's two rows, and heads that are its rows."""
+    """Shard heads that are a dimension of each of a sample's two rows, and heads that are its rows."""
     positions, shard, lengths = np.array([3, 1]), SampleShard(1, 2, 3), [40, 36]
     whole = sample_masks((4, 6, 40, 36), positions, lengths=lengths).reshape(2, 2, 6, 40, 36)
     mine = sample_masks((4, 2, 40, 36), positions, lengths=lengths, shard=shard)

@@ -1,3 +1,5 @@
+"""Test that predictions of all ranks are gathered in the order of the data set, and padded."""
+
 from __future__ import annotations
 
 from collections import namedtuple

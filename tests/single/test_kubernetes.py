@@ -287,7 +287,7 @@ LOST, DISRUPTED = LeaderLostError.exit_code, [("DisruptionTarget", "True")]
         pytest.param((137,), (LOST,), ("BackoffLimitExceeded", 7), id="the first host has too little memory"),
         pytest.param((143, DISRUPTED), (143,), ("BackoffLimitExceeded", 7), id="the first host is drained"),
         pytest.param((137, DISRUPTED), (LOST,), ("DeadlineExceeded", None), id="the first host is lost"),
-        pytest.param((LOST,), (LOST,), ("DeadlineExceeded", None), id="a script has this code"),
+        pytest.param((LOST,), (LOST,), ("DeadlineExceeded", None), id="a script exits with the code of a lost host"),
     ],
 )
 def test_an_indexed_job_ends_after_any_failure_of_its_pods(first, other, end):
@@ -359,7 +359,7 @@ def test_a_host_that_loses_the_first_host_ends_with_its_own_exit_code(tmp_path):
         ([], "import sys\nsys.exit(75)\n", 75),
         (["--nnodes", "0"], "", 2),
     ],
-    ids=["log folder", "port in use", "no first host", "the script's own", "usage"],
+    ids=["log folder not writable", "port in use", "first host unreachable", "exit code of the script", "wrong usage"],
 )
 def test_launcher_exit_codes_fail_the_job_or_count_as_retries(tmp_path, flags, script, code):
     with socket.socket() as used:

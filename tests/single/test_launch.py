@@ -1,3 +1,5 @@
+"""Test the launcher without starting jobs: environments, exit codes, failed ranks, arguments."""
+
 from __future__ import annotations
 
 import json
@@ -352,7 +354,7 @@ def test_ranks_on_devices_have_a_longer_grace_period():
         ({}, None),
     ],
 )
-@pytest.mark.parametrize("chosen", [False, True], ids=["", "the script chose"])
+@pytest.mark.parametrize("chosen", [False, True], ids=["no device set", "device set by the script"])
 def test_each_rank_selects_its_own_device(monkeypatch, environ, card, chosen):
     set_to = []
     conf = SimpleNamespace(get_instance=lambda: SimpleNamespace(is_device_enable=lambda: chosen))

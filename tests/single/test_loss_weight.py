@@ -1,4 +1,4 @@
-"""Tests how many labels a loss is the mean of: tables of counts, by the class of the model."""
+"""Test loss weights: how many labels the mean loss of each model class and task counts."""
 
 from __future__ import annotations
 

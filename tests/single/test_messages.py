@@ -1,4 +1,4 @@
-"""Test what messages may have beside role and content, and the chat templates of well-known models."""
+"""Test chat messages with tools, reasoning and weights, and the chat templates of well-known models."""
 
 from __future__ import annotations
 

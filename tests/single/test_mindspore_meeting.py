@@ -1,4 +1,4 @@
-"""Tests which cores and which scheduling policy a rank gets back after MindSpore's cluster has formed."""
+"""Test that a rank has its cores and scheduling policy again after the initialization of MindSpore's cluster."""
 
 from __future__ import annotations
 

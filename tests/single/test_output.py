@@ -1,4 +1,4 @@
-"""Tests that no reader of the launcher's output can block it, such as a stopped terminal or an unread pipe."""
+"""Test that a stopped terminal or an unread pipe does not block the launcher, and that its output is complete."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Tests the public methods of MindNLP 0.4.1's PEFT models, each against the outputs that it must leave."""
+"""Test the public methods of MindNLP 0.4.1's PEFT models by the outputs of the model before and after."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def tiny_classifier(folder, label_names, kind="roberta"):
 @pytest.mark.parametrize(
     ("labels", "is_new"),
     [("ab", False), ("ba", True), ("xy", True), ("abc", True)],
-    ids=["same", "order", "other", "more"],
+    ids=["same labels", "other order", "other labels", "more labels"],
 )
 def test_a_model_for_other_labels_gets_a_new_head(tmp_path, labels, is_new, kind):
     dp.init_process_group()

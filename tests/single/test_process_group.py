@@ -1,3 +1,5 @@
+"""Test how the launcher and the backend are detected, and which combinations are refused."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""The rows of tokens are kept in a file."""
+"""Test the cache of tokenized rows: when it is read, when it is rebuilt, and where rows stay in memory."""
 
 import pickle
 

@@ -1,3 +1,5 @@
+"""Test the cores and threads of a rank, and the seeds of its steps."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Test which samples each rank reads in each update, as tables and as properties for any sizes."""
+
 from __future__ import annotations
 
 import sys

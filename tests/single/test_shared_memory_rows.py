@@ -1,4 +1,4 @@
-"""Tests the rows that ranks of a host share: they are found, verified and allocated by their ranks, or None on all."""
+"""Test the shared memory of the ranks of a host: how it is opened, verified, allocated and reused."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Test the recipe for text classification: files, labels, settings, scores and results."""
+
 from __future__ import annotations
 
 import csv

@@ -1,4 +1,4 @@
-"""Compares training at world size 1 with MindNLP's own Trainer: the wrapper changes nothing."""
+"""Test the Trainer at world size 1: training, saving and loading as with MindNLP's own Trainer."""
 
 from __future__ import annotations
 
