@@ -301,6 +301,7 @@ def test_ctrl_c_ends_the_wait_for_a_reader_after_success(tmp_path, pipe):
         console = Console(tmp_path, 1, "0", SimpleNamespace(run_once=interrupt_once, sleep=time.sleep))
         console.show_all(lambda: False)
         console.close()
+    assert len(waits) == 1
 
 
 def test_a_finished_attempt_does_not_wait_for_a_reader(tmp_path, pipe, capsys):

@@ -134,6 +134,7 @@ def test_output_to_a_full_disk_gives_an_error_without_a_traceback(log_dir, comma
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_text_in_any_language_is_printable():
