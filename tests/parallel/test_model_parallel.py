@@ -363,7 +363,7 @@ def test_what_a_pipeline_cannot_give_is_refused(group):
     frozen = build("bert")
     for parameter in frozen.bert.parameters():
         parameter.requires_grad = False
-    with pytest.raises(ValueError, match=r"the stage of rank 0 \(.*pp=0\) has nothing to train"):
+    with pytest.raises(ValueError, match=r"the stage of rank 0 \(.*pp=0\) has no trainable weights"):
         dp.parallelize(frozen, mesh)
 
 
@@ -895,7 +895,7 @@ def test_a_model_that_cannot_be_cut_is_not_changed(group):
         for name, parameter in frozen.named_parameters():
             parameter.requires_grad = "wpe" in name
         kinds = [type(module) for module in frozen.modules()]
-        with pytest.raises(ValueError, match="has nothing to train"):
+        with pytest.raises(ValueError, match="has no trainable weights"):
             dp.parallelize(frozen, dp.init_device_mesh({"pp": group.world_size}))
         assert [type(module) for module in frozen.modules()] == kinds
 

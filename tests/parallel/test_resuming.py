@@ -485,7 +485,7 @@ def test_a_thread_that_cannot_write_stops_every_rank_at_the_same_update(group, s
         fails_here, settings = group.is_main, {"async_save": True}
         monkeypatch.setattr(collective_save, "publish_checkpoint", fail)
     with warnings.catch_warnings(), pytest.raises((OSError, RuntimeError), match="the disk is broken"):
-        warnings.filterwarnings("ignore", "the last checkpoint is not complete", RuntimeWarning)
+        warnings.filterwarnings("ignore", "the last checkpoint is incomplete", RuntimeWarning)
         run(shared_tmp_path, group, callbacks=[Watch()], **settings)
     group.barrier()
     assert updates == [1, 2, 3]

@@ -316,7 +316,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_one_warning(group, tmp_path, loss, 
             break
     found = [str(each.message) for each in recwarn if "is not a mean with its loss weights" in str(each.message)]
     assert len(found) == int(group.is_main and not LOSSES[loss])
-    assert all("of a micro-batch of 8 rows it is" in each and "weight=class_weights" in each for each in found)
+    assert all("for a micro-batch of 8 rows it is" in each and "weight=class_weights" in each for each in found)
 
 
 @pytest.mark.core
