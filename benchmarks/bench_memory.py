@@ -178,7 +178,7 @@ def grown(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def watch_stages(step: Any, done: Callable[[str], Any]) -> None:
-    """Call ``done`` with the name of each stage of an update as it ends: backward pass, exchange, then the updater's."""
+    """Call ``done`` with the name of each stage of an update as it ends: backward pass, exchange, updater."""
 
     def watch(owner: Any, name: str) -> None:
         stage = getattr(owner, name)
