@@ -84,11 +84,10 @@ def run_doctor() -> int:
             if finding.advice:
                 problems += 1
                 print(f"         -> {finding.advice}", flush=True)
-    if problems:
-        found = "1 problem" if problems == 1 else f"{problems} problems"
-        print(f"\n{found} found; fix from the top, and run this again")
+    if problems > 1:
+        print(f"\n{problems} problems found; fix them from the top, and run this again")
     else:
-        print("\nno problems found")
+        print("\n1 problem found; fix it, and run this again" if problems else "\nno problems found")
     return int(problems > 0)
 
 
