@@ -5,12 +5,13 @@ An error names the file and the line, and says what to do.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import itertools
 import json
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -111,7 +112,7 @@ def _other_encoding(path: str, content: bytes) -> InputError:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _fields_of_any_length() -> Iterator[None]:
     # The csv module's limit is 131,072 characters and applies to the whole process, so it is restored.
     limit = csv.field_size_limit(sys.maxsize)
@@ -124,10 +125,11 @@ def _fields_of_any_length() -> Iterator[None]:
 def _delimited(file: TextIO, path: str) -> Iterator[Row]:
     # In TSV, tabs separate fields even inside quotes; quotes around a complete field are removed.
     by_tabs = Path(path).suffix.lower() == ".tsv"
+    # Spreadsheets write semicolons in countries whose decimal point is a comma.
+    delimiter = max(",;\t|", key=lambda mark: _fits(file, mark))
+    file.seek(0)
     first = file.readline()
     file.seek(0)
-    # Spreadsheets write semicolons in countries whose decimal point is a comma.
-    delimiter = next((mark for mark in ",;\t|" if mark in first), ",")
     if by_tabs and "\t" not in first and delimiter in first:
         raise InputError(f"{path}, line 1: there is no tab, but {delimiter!r}; name the file .csv")
     lines = (
@@ -146,8 +148,19 @@ def _delimited(file: TextIO, path: str) -> Iterator[Row]:
     for line, row in rows:
         if len(row) != len(header):
             reason = TSV_LINE_BREAKS if by_tabs and len(row) < len(header) else ""
-            raise InputError(f"{path}, line {line}: {len(row)} fields, but the header has {len(header)}{reason}")
+            wrong = f"expected {len(header)} fields, as in the header, got {len(row)}{reason}"
+            raise InputError(f"{path}, line {line}: {wrong}")
         yield line, dict(zip(header, map(_unquoted, row) if by_tabs else row))
+
+
+def _fits(file: TextIO, delimiter: str) -> tuple[bool, int]:
+    """Return whether header and first row have the same number of fields, more than one, and the header's number."""
+    file.seek(0)
+    counts = []
+    with contextlib.suppress(csv.Error):
+        for row in itertools.islice(filter(None, csv.reader(file, delimiter=delimiter, strict=True)), 2):
+            counts.append(len(row))
+    return len(set(counts)) == 1 and counts[0] > 1, sum(counts[:1])
 
 
 def _unquoted(field: str) -> str:

@@ -127,7 +127,7 @@ def read_preferences(path: str) -> list[Conversation]:
         pair[0].rejected = pair[1]
         found.append(pair[0])
     if num_equal:
-        print(f"warning: {path}: in {num_equal} rows chosen equals rejected; they are left out", file=sys.stderr)
+        print(f"warning: {path}: rows left out, whose chosen equals rejected: {num_equal}", file=sys.stderr)
     if not found:
         raise InputError(f"{path} has no rows with two different answers")
     return found

@@ -137,9 +137,9 @@ def train(
     )
     if group.is_main:
         if task.num_truncated:
-            print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
+            print(f"texts cut, which are longer than max_length ({config.max_length} tokens): {task.num_truncated}")
         if task.num_without_labels:
-            print(f"{task.num_without_labels} texts have no completion left, and were left out")
+            print(f"texts left out, which have no completion left: {task.num_without_labels}")
         if task.ignored_keys:
             print(f"keys of the files' lines that are not used: {', '.join(task.ignored_keys)}")
     output = job.train(trainer, config)

@@ -116,7 +116,7 @@ def test_answers_in_the_prompt_do_not_count(tmp_path):
 def test_equal_answers_are_left_out_with_a_warning(tmp_path, capsys):
     rows = [{"prompt": "a", "chosen": "b", "rejected": end} for end in ("b", "c")]
     assert len(read_preferences(write(tmp_path, *rows))) == 1
-    assert "in 1 rows chosen equals rejected" in capsys.readouterr().err
+    assert "rows left out, whose chosen equals rejected: 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

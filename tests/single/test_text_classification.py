@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from mindnlp_dp.finetuning.arguments import chosen, held_out
+from mindnlp_dp.finetuning.files import read_rows
 from mindnlp_dp.finetuning.progress import log_line
 from mindnlp_dp.finetuning.settings import InputError, parse_config
 from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.config import FinetuneConfig
-from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples
+from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples, texts_of
 from mindnlp_dp.text_classification.hub import load_examples
 from mindnlp_dp.text_classification.predictions import write_predictions
 from mindnlp_dp.text_classification.recorder import class_scores
@@ -61,14 +62,14 @@ def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,label\na,b,c\n", r"a.csv, line 2: 3 fields, but the header has 2"),
-        ("a.csv", 'text,label\n"a\nb",x\nc\n', r"a.csv, line 4: 1 fields, but the header has 2"),
+        ("a.csv", "text,label\na,b,c\n", r"a.csv, line 2: expected 2 fields, as in the header, got 3"),
+        ("a.csv", 'text,label\n"a\nb",x\nc\n', r"a.csv, line 4: expected 2 fields, as in the header, got 1"),
         (
             "a.tsv", 'label\ttext\n1\t"one\ntwo"\n',
-            "a.tsv, line 3: 1 fields, but the header has 2; quotes are text in TSV, so that no field can hold a line "
-            "break: if one does, save the file as CSV or JSON lines",
+            "a.tsv, line 3: expected 2 fields, as in the header, got 1; quotes are text in TSV, so that no field can "
+            "hold a line break: if one does, save the file as CSV or JSON lines",
         ),
-        ("a.tsv", "label\ttext\n1\ttwo\tthree\n", "a.tsv, line 2: 3 fields, but the header has 2$"),
+        ("a.tsv", "label\ttext\n1\ttwo\tthree\n", "a.tsv, line 2: expected 2 fields, as in the header, got 3$"),
         ("a.csv", "text,label\n ,x\n", "a.csv, line 2: the text is empty"),
         ("a.csv", "text,label\na,\n", "a.csv, line 2: the label is empty"),
         ("a.csv", "text,label\n", "a.csv: it has no rows below the header"),
@@ -146,6 +147,41 @@ def test_forms_of_files_that_are_read(tmp_path):
     for name, content in files.items():
         assert read_examples(write(tmp_path / name, content)) == expected, name
     assert read_examples(str(tmp_path / "a.parquet")) == expected
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("name", "content", "columns"),
+    [
+        ("a.csv", '"text, from a mail";label\none, two;x\nthree;y\n', "text, from a mail|label"),
+        ("a.csv", '"text; from a mail",label\n"one, two",x\nthree,y\n', "text; from a mail|label"),
+        ("a.csv", "text, from a mail;label\none, two;x\nthree;y\n", None),
+        ("a.csv", "text, from a mail;label\nthree;y\none, two;x\n", "text, from a mail|label"),
+        ("a.csv", "text\tlabel\none, two\tx\nthree\ty\n", "text|label"),
+        ("a.csv", '"text\nof a mail"|label\n"one\n""two"""|x\nthree|y\n', "text\nof a mail|label"),
+        ("a.csv", '"text\nof a mail",label\n"one\n""two"";",x\nthree,y\n', "text\nof a mail|label"),
+        ("a.csv", "text;id;label\n\none, two;1,5;x\nthree;2;y\n", "text|label"),
+        ("a.tsv", "text, of a mail\tlabel\none, two\tx\nthree\ty\n", "text, of a mail|label"),
+    ],
+)  # fmt: skip
+def test_the_separator_is_found_beside_other_marks(tmp_path, name, content, columns):
+    path = write(tmp_path / name, content)
+    if columns is None:
+        # Both marks divide header and row in two: the error shows what the comma has made of the header.
+        with pytest.raises(InputError, match="no label column; .* found text, from a mail;label"):
+            read_examples(path)
+        return
+    found = read_examples(path, Columns(*columns.split("|")))
+    assert sorted(found.labels) == ["x", "y"]
+    assert sorted(found.texts) in [["one, two", "three"], ['one\n"two"', "three"], ['one\n"two";', "three"]]
+
+
+def test_a_file_of_texts_alone(tmp_path):
+    for name, content in (("a.csv", 'text\n"one, two"\nthree; four\n'), ("a.tsv", "text\none, two\nthree; four\n")):
+        rows = read_rows(write(tmp_path / name, content))
+        assert texts_of(rows, Columns(), name) == ["one, two", "three; four"]
+    with pytest.raises(InputError, match="a.csv, line 3: expected 1 fields, as in the header, got 2"):
+        list(read_rows(write(tmp_path / "a.csv", "text\none\ntwo, three\n")))
 
 
 def test_labels_that_are_equal_are_one_class(tmp_path):
@@ -408,9 +444,9 @@ def test_samples_are_chosen_by_the_seed_and_held_out_by_label():
     labels = np.repeat(["a", "b", "c"], [50, 10, 1])
     is_held_out = held_out(labels, 0.2, 3)
     assert [int(is_held_out[labels == label].sum()) for label in "abc"] == [10, 2, 0]
-    with pytest.raises(InputError, match=r"^a.csv has 1 rows of its most frequent label, and .*\(at least 5\)"):
+    with pytest.raises(InputError, match=r"^a.csv: .* of its most frequent label \(1\) .*\(at least 5\)"):
         held_out(np.array(["a", "b"]), 0.2, 3, "a.csv")
-    with pytest.raises(InputError, match=r"^a.jsonl has 1 rows, and test_fraction 0.1 of them is less than one row"):
+    with pytest.raises(InputError, match=r"^a.jsonl: test_fraction 0.1 of its rows \(1\) is less than one row"):
         held_out(np.zeros(1, int), 0.1, 3, "a.jsonl")
 
 
