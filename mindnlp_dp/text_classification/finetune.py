@@ -69,6 +69,7 @@ def train(
         model = build_model(config, task)
         with as_input_error():
             check_model(model, config)
+    model_config = model.config
     model = job.sharded(model, config, args, lambda: {name: column[:8] for name, column in task.train.items()})
     recorder = RunRecorder(task.label_names, len(task.train["labels"]))
     trainer = make_trainer(
@@ -94,8 +95,13 @@ def train(
             "writing the predictions",
         )
 
-    title = f"{report['num_labels']} labels"
-    job.write(trainer, config, report, lambda folder: save_tokenizer(config, task, folder), title)
+    def save_beside(folder: str) -> None:
+        save_tokenizer(config, task, folder)
+        if not Path(folder, "config.json").exists():
+            # PEFT writes none with adapters, and it has the labels.
+            model_config.save_pretrained(folder)
+
+    job.write(trainer, config, report, save_beside, f"{report['num_labels']} labels")
     return report
 
 
