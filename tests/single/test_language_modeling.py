@@ -143,6 +143,7 @@ def test_wrong_rows_of_other_forms_are_named(tmp_path, row, message):
         read_conversations(write_lines(tmp_path / "a.jsonl", [row]))
 
 
+@pytest.mark.core
 def test_every_token_of_a_long_text_is_predicted_once(tmp_path):
     text = "a long text about nothing, " * 9
     [document] = read_conversations(write_lines(tmp_path / "a.jsonl", [{"text": text}]))
@@ -162,6 +163,7 @@ def test_every_token_of_a_long_text_is_predicted_once(tmp_path):
     assert labels[1:].tolist() == whole[1:].tolist()
 
 
+@pytest.mark.core
 def test_several_files_with_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
@@ -342,7 +344,7 @@ def test_wrong_settings(flags, message):
 def test_models_and_data_that_do_not_fit(tmp_path):
     rows = [{"prompt": "0123456789 abcdefghij", "completion": "b"}]
     files = [write_lines(tmp_path / name, rows) for name in ("train.jsonl", "test.jsonl")]
-    given = ["--train-file", files[0], "--test-file", files[1]]
+    given = ["--train-file", files[0], "--test-file", files[1], "--cache-dir", ""]
     with pytest.raises(InputError, match="no text of the training split has a completion within max_length"):
         prepare_task(parse_config(LanguageModelingConfig, [*given, "--max-length", "5"]))
     config = parse_config(LanguageModelingConfig, [*given, "--lora-targets", "q_proj,nothing"])
@@ -360,7 +362,8 @@ def test_a_whole_job_and_lora_from_its_model(tmp_path, monkeypatch, capsys):
     def run(*flags):
         sizes = ["--max-length", "48", "--hidden-size", "32", "--num-layers", "2", "--intermediate-size", "64"]
         more = ["--max-steps", "6", "--logging-steps", "2", "--max-new-tokens", "5", "--num-samples", "2"]
-        monkeypatch.setattr(sys, "argv", ["finetune_llm.py", *sizes, *more, *map(str, flags)])
+        cache = ["--cache-dir", str(tmp_path / "cache")]
+        monkeypatch.setattr(sys, "argv", ["finetune_llm.py", *sizes, *more, *map(str, flags), *cache])
         main()
         return capsys.readouterr().out
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import bz2
 import csv
 import dataclasses
+import gzip
 import json
+import lzma
 import subprocess
 from pathlib import Path
 
@@ -59,6 +62,7 @@ def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
     assert csv.field_size_limit() == limit
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -95,14 +99,23 @@ def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
         ("a.jsonl", '\n{"text": "a \\ud83d b", "label": 0}', r"line 2: .ud83d is half of a character; remove it"),
         ("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000, "line 1: the JSON has too many levels"),
         ("a.jsonl", '{"label": ' + "9" * 5000 + "}", "line 1: Exceeds the limit"),
-        ("a.jsonl", '{"text": "a", "label": 1} {}', "line 1: text after the object"),
+        ("a.jsonl", '{"text": "a", "label": 1} {}', "line 1: \" {}\" after the object; expected one"),
         ("a.json", '[\n{"text": "a", "label": 1}\n{"text": "b"}]', "line 3: expected a comma, and another object"),
         ("a.json", '[\n{"text": "a", "label": 1},\n\n{"text": ]', "a.json, line 4: Expecting value"),
         ("a.json", '[{"text": "a", "label": 1}', "line 1: expected a comma, and .*, or ] at the end"),
         ("a.json", '[{"text": "a", "label": 1}] x', "line 1: expected a comma, and .*, or ] at the end"),
         ("a.json", "[ ]", "a.json: it has no rows"),
         ("a.json", '{"data":\n [{"text": "a", "label": 1}]}', "line 1: .* one JSON object per line, or a list"),
+        ("a.json", '[{"text": "a", "label": 1},\n]', "line 2: a comma before the ] at the end; remove it"),
+        ("a.jsonl", '{"text": "a", "label": 1},\n', 'line 1: "," after the object; expected one JSON object per line'),
+        ("a.csv", '{"text": "a", "label": 1}\n', "a.csv, line 1: this is JSON; name the file .jsonl or .json"),
+        ("a.tsv", '[\n{"text": "a", "label": 1}\n', "a.tsv, line 1: this is JSON; name the file .jsonl or .json"),
         ("a.parquet", "text,label\n", "a.parquet is not a Parquet file"),
+        ("a.csv", gzip.compress(b"text,label\na,b\n"), "a.csv is compressed by gzip; unpack it"),
+        ("a.jsonl", bz2.compress(b"{}"), "a.jsonl is compressed by bzip2; unpack it"),
+        ("a.csv", lzma.compress(b"text,label\na,b\n"), "a.csv is compressed by xz; unpack it"),
+        ("a.csv", b"PK\x03\x04\x14\x00", "a.csv is a zip archive, such as an Excel workbook; unpack it, or save the"),
+        ("a.tsv", b"PAR1\x15\x04", "a.tsv is a Parquet file; name it .parquet"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content, message):
@@ -110,6 +123,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content
         read_examples(write(tmp_path / name, content))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("encoding", ["gbk", "utf-16-le", "big5", "cp1252"])
 @pytest.mark.parametrize("name", ["train data.csv", "a.jsonl"])
 def test_the_command_for_another_encoding_converts_the_file(tmp_path, encoding, name):
@@ -184,6 +198,7 @@ def test_a_file_of_texts_alone(tmp_path):
         list(read_rows(write(tmp_path / "a.csv", "text\none\ntwo, three\n")))
 
 
+@pytest.mark.core
 def test_labels_that_are_equal_are_one_class(tmp_path):
     labels = [1, 1.0, "1", "caf\u00e9", "cafe\u0301", "caf\u00e9\u200b "]
     lines = "".join(json.dumps({"text": "a", "Text": "b", "label": label}) + "\n" for label in labels)
@@ -439,6 +454,7 @@ def test_scores_of_classes_in_closed_form():
     ]
 
 
+@pytest.mark.core
 def test_samples_are_chosen_by_the_seed_and_held_out_by_label():
     assert chosen(100, 10, 1).tolist() == sorted(set(chosen(100, 10, 1).tolist())) != chosen(100, 10, 2).tolist()
     labels = np.repeat(["a", "b", "c"], [50, 10, 1])
@@ -459,12 +475,14 @@ def test_a_file_without_a_test_file_is_split(tmp_path):
     assert splits.labels[1].tolist().count(0) == 5
 
 
+@pytest.mark.core
 def test_predictions_are_written_in_the_order_of_the_file(tmp_path):
     write_predictions(tmp_path, ["one, two", "three"], np.log([[0.2, 0.8], [0.5, 0.5]]), ["x", "y"])
     expected = 'text,label,probability\r\n"one, two",y,0.800000\r\nthree,x,0.500000\r\n'
     assert (tmp_path / "predictions.csv").read_bytes().decode() == expected
 
 
+@pytest.mark.core
 def test_dynamic_padding_trims_to_the_longest_text_of_a_micro_batch():
     rows = [{"input_ids": np.array([0, 0, 5, 6, 0]), "attention_mask": np.array(mask), "labels": 1} for mask in (
         [0, 0, 1, 1, 0], [0, 1, 1, 0, 0])]  # fmt: skip
