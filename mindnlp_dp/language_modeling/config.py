@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from mindnlp_dp.finetuning.pretrained import check_weights
 from mindnlp_dp.finetuning.saved_model import adapters_of, check_kind
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, learning_rate_from_scratch, setting
+from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError, ParallelConfig, learning_rate_from_scratch, setting
 
 TEMPLATES = ("plain", "chatml", "alpaca", "tokenizer")
 OBJECTIVES = ("sft", "dpo", "ipo", "simpo", "orpo")
-FROM_SCRATCH = "tiny"
 
 
 @dataclass

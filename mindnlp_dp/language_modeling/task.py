@@ -19,10 +19,10 @@ from mindnlp_dp.finetuning.arguments import chosen, held_out, repeated
 from mindnlp_dp.finetuning.files import weighted_files
 from mindnlp_dp.finetuning.lora import with_lora
 from mindnlp_dp.finetuning.saved_model import adapters_of, load_saved
-from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError
 from mindnlp_dp.finetuning.tokenizers import as_pretrained, encoded_text, pretrained_tokenizer
 from mindnlp_dp.language_modeling import row_cache, templates
-from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
+from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import (
     Conversation,
     read_conversations,

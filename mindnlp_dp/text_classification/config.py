@@ -8,10 +8,16 @@ from typing import Any
 
 from mindnlp_dp.finetuning.pretrained import check_weights
 from mindnlp_dp.finetuning.saved_model import adapters_of, check_kind
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, learning_rate_from_scratch, setting
+from mindnlp_dp.finetuning.settings import (
+    FROM_SCRATCH,
+    InputError,
+    ParallelConfig,
+    RunConfig,
+    learning_rate_from_scratch,
+    setting,
+)
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 
-FROM_SCRATCH = "tiny"
 RATE_OF_LORA = 3e-4
 
 

@@ -18,7 +18,7 @@ from mindnlp_dp.finetuning.arguments import build_optimizer, callbacks, training
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.report.runs import RunReport
-from mindnlp_dp.text_classification.config import FROM_SCRATCH, FinetuneConfig
+from mindnlp_dp.text_classification.config import FinetuneConfig
 from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan
 from mindnlp_dp.text_classification.results import make_report, summary
 from mindnlp_dp.text_classification.task import (
@@ -35,8 +35,7 @@ def main() -> None:
     """Train as the command line says, and print a summary; errors in the input end with one sentence."""
     try:
         config = follow_plan(parse_config(FinetuneConfig, description=__doc__))
-        model = "" if config.model == FROM_SCRATCH else config.model
-        splits = check_files(config, model, lambda: read_splits(config))
+        splits = check_files(config, config.model, lambda: read_splits(config))
         # Imported here because it imports MindSpore, which takes seconds: errors in files and flags come before.
         from mindnlp_dp.finetuning import job
 

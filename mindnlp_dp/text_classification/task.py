@@ -16,13 +16,13 @@ from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.finetuning.arguments import chosen, held_out
 from mindnlp_dp.finetuning.files import read_rows
 from mindnlp_dp.finetuning.lora import with_lora
-from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError
 from mindnlp_dp.finetuning.tokenizers import as_pretrained, load_tokenizer
 from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 from mindnlp_dp.text_classification import hub, pretrained
 from mindnlp_dp.text_classification.cldr import cldr_phrases
-from mindnlp_dp.text_classification.config import FROM_SCRATCH, FinetuneConfig, TaskConfig
+from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
 from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples, texts_of
 from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
 
