@@ -7,7 +7,7 @@
 * integer programs: 384 nodes with 9 strategies in a chain with shortcuts; also with a memory limit that restricts the
   solution, to within 2 % of the optimum.
 * complete plan: a GPT-3 with 175 billion parameters on 64 A100, and how much slower the best uniform grid (dp, tp, pp)
-  with even stages is by the same simulator; and on 1,024 A100, with 1,536 samples an update.
+  with even stages is by the same simulator; and on 1,024 A100, with 1,536 samples per update.
 * machine: this machine is measured with two ranks; then the update time of every mesh of two ranks is predicted and
   measured for both models of bench_parallel.py, with one core per rank.
 """
@@ -24,8 +24,8 @@ import numpy as np
 from common import machine, print_table, run_benchmark
 
 from mindnlp_dp.commands.calibrate.fit import measure_cluster
+from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
 from mindnlp_dp.planner import choose_strategies, load_cluster, load_model, plan, predict, slice_stages
-from mindnlp_dp.schedules.pipeline import SCHEDULES
 
 MESHES: tuple[dict[str, int], ...] = ({"dp": 2}, {"tp": 2}, {"pp": 2}, {"sp": 2})
 

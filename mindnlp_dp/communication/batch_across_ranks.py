@@ -1,6 +1,6 @@
 """Operators for layers and losses that look at the whole batch: the rows of all ranks in a micro-step.
 
-In-batch negatives, batch normalisation over all ranks and the router losses of mixtures of experts use them. Their
+In-batch negatives, batch normalization over all ranks and the router losses of mixtures of experts use them. Their
 gradients are those of one process with all rows: the exchange of gradients multiplies each rank's gradients by the
 weight of its loss, so a gradient is multiplied by its rank's weight on the way to a row, and divided by the weight of
 the row's rank.
@@ -43,7 +43,7 @@ class BatchAcrossRanks:
 
     def __init__(self, group: ProcessGroup, *, has_local_router_loss: bool = False) -> None:
         self.group = group
-        self.weight = 0.0
+        self.loss_weight = 0.0
         self.is_used = False
         self.has_local_router_loss = has_local_router_loss
         self.is_probing = False
@@ -51,22 +51,22 @@ class BatchAcrossRanks:
         self._are_all_here = True
         self._refused = ""
 
-    def complete(self, window: Sequence[Optional[T]], *, are_all_here: bool = False) -> list[Optional[T]]:
-        """Return this rank's micro-batches of a window, with dummies of weight 0 where the model needs all ranks.
+    def complete(self, micro_batches: Sequence[Optional[T]], *, are_all_here: bool = False) -> list[Optional[T]]:
+        """Return this rank's micro-batches of an update, with dummies of weight 0 where the model needs all ranks.
 
         A dummy is another rank's batch, for a micro-step in which this rank has none. The model needs all ranks if it
-        has looked at their rows before; in the first window nothing is known of it, so then, too, all ranks take part.
-        A collective in these windows only. ``are_all_here`` says that all ranks are known to have rows.
+        has looked at their rows before; in the first update nothing is known of it, so then, too, all ranks take part.
+        A collective in these updates only. ``are_all_here`` says that all ranks are known to have rows.
         """
         needs_all = self.is_used or not self._has_run
         self._are_all_here = are_all_here or needs_all
         if self.group.world_size == 1 or not needs_all:
-            return list(window)
-        everyone = self.group.all_gather_object([batch is not None for batch in window])
+            return list(micro_batches)
+        everyone = self.group.all_gather_object([batch is not None for batch in micro_batches])
         number = max(map(len, everyone))
         micro_steps = list(zip(*([*theirs, *[False] * (number - len(theirs))] for theirs in everyone)))
         self._has_run |= any(map(any, micro_steps))
-        completed = [*window, *[None] * (number - len(window))]
+        completed = [*micro_batches, *[None] * (number - len(micro_batches))]
         for place, has in enumerate(micro_steps):
             if any(has) and not all(has):
                 src = has.index(True)
@@ -105,10 +105,10 @@ class BatchAcrossRanks:
             self.is_probing = False
 
     @contextlib.contextmanager
-    def micro_step(self, weight: float) -> Iterator[None]:
+    def micro_step(self, loss_weight: float) -> Iterator[None]:
         """Set the weight of this rank's loss for the forward and backward pass in this block."""
         global _current
-        before, _current, self.weight = _current, self, weight
+        before, _current, self.loss_weight = _current, self, loss_weight
         try:
             yield
         finally:
@@ -118,14 +118,16 @@ class BatchAcrossRanks:
         """Record that the model looks at the rows of other ranks; raise ValueError where this does not work."""
         if self._refused:
             raise ValueError(
-                "a layer or loss looks at the rows of all ranks (SyncBatchNorm, all_gather_with_grad, or a router "
+                "a layer or loss uses the rows of all ranks (SyncBatchNorm, all_gather_with_grad, or a router "
                 'loss, which router_loss="local" keeps on its rank); this does not work in '
                 f"{self._refused} (rank {self.group.label()})"
             )
         if not self.is_used and not self._are_all_here:
             raise ValueError(
-                f"the model looks at the rows of all ranks (rank {self.group.label()}), not so in the first update: "
-                "a rank that has no rows here would not take part. Let the model do so in the first update, too, or "
+                "the model uses the rows of all ranks now, but did not in the first update (rank "
+                f"{self.group.label()}): "
+                "a rank without rows would not join the collective. Let the model use them from the "
+                "first update on, or "
                 "pass batches of dp.make_loader, which know whether all ranks have rows, and drop the last ones "
                 '(uneven="drop", dataset_drop_last=True)'
             )
@@ -134,13 +136,13 @@ class BatchAcrossRanks:
     def sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum of an array over the ranks that have rows. A collective."""
         self.mark_as_used()
-        x = x if self.weight > 0 else np.zeros_like(x)
+        x = x if self.loss_weight > 0 else np.zeros_like(x)
         return self.group.all_reduce(x, every_step=True)
 
     def sum_of_gradients(self, gradient: np.ndarray) -> np.ndarray:
         """Return the gradient of this rank's loss and the other ranks' losses, for this rank's rows. A collective."""
-        total = self.group.all_reduce(gradient * gradient.dtype.type(self.weight), every_step=True)
-        return total / total.dtype.type(self.weight) if self.weight > 0 else np.zeros_like(total)
+        total = self.group.all_reduce(gradient * gradient.dtype.type(self.loss_weight), every_step=True)
+        return total / total.dtype.type(self.loss_weight) if self.loss_weight > 0 else np.zeros_like(total)
 
 
 def batch_across_ranks() -> Optional[BatchAcrossRanks]:
@@ -184,7 +186,7 @@ class _AllGatherWithGrad(_Function):
         ctx.save_for_backward(x)
         mine = to_host(x)
         ctx.batch, ctx.num_rows, ctx.dtype = batch, len(mine), dtype_name(x)
-        rows, lengths = gather_rows(mine if batch.weight > 0 else mine[:0], batch.group)
+        rows, lengths = gather_rows(mine if batch.loss_weight > 0 else mine[:0], batch.group)
         ctx.first = sum(lengths[: batch.group.rank])
         return from_host(rows, ctx.dtype)
 
@@ -193,7 +195,7 @@ class _AllGatherWithGrad(_Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         total = ctx.batch.sum_of_gradients(to_host(gradient).astype(np.float32, copy=False))
         mine = total[ctx.first : ctx.first + ctx.num_rows]
-        if ctx.batch.weight == 0:
+        if ctx.batch.loss_weight == 0:
             mine = np.zeros((ctx.num_rows, *total.shape[1:]), np.float32)
         return from_host(np.ascontiguousarray(mine), ctx.dtype), None
 

@@ -15,7 +15,7 @@ from typing import Optional
 
 import numpy as np
 
-from mindnlp_dp.runtime.partition import split_evenly
+from mindnlp_dp.runtime.shard_bounds import split_evenly
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -198,5 +198,5 @@ def check_every_rank_has_a_sample(num_samples: int, world_size: int) -> None:
     if num_samples < world_size:
         raise ValueError(
             f"{num_samples} training samples for {world_size} ranks: every rank needs at least one; "
-            f"start at most {num_samples} processes, or bring more data"
+            f"start at most {num_samples} processes, or use more data"
         )

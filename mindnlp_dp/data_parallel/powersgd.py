@@ -1,4 +1,4 @@
-"""This module compresses gradients with PowerSGD and error feedback, for the gradient synchroniser.
+"""This module compresses gradients with PowerSGD and error feedback, for the gradient synchronizer.
 
 Two small exchanges replace a large one. They give every rank the same low-rank approximation of the mean of the ranks'
 gradient matrices. Each rank adds the error of the approximation to its next gradient::
@@ -22,8 +22,8 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.channel import Channel
-from mindnlp_dp.data_parallel.buckets.base import Bucket
-from mindnlp_dp.data_parallel.buckets.factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket
+from mindnlp_dp.data_parallel.buckets.bucket_factory import make_buckets
 from mindnlp_dp.data_parallel.buckets.layout import BucketLayout, Slot
 from mindnlp_dp.runtime.arrays import from_host, to_host
 
@@ -48,7 +48,7 @@ def is_compressed(shape: Sequence[int], dtype: str, rank: int) -> bool:
 
 
 class PowerSGD:
-    """Averages the compressed gradients of a synchroniser, by parameter index, and keeps their bases and errors.
+    """Averages the compressed gradients of a synchronizer, by parameter index, and keeps their bases and errors.
 
     Attributes:
         num_bytes, num_calls: This rank's bytes of factors given to the exchange so far, and its collective calls.
@@ -87,9 +87,9 @@ class PowerSGD:
         rng = np.random.default_rng([_SEED, index])
         return rng.standard_normal((self._shapes[index][1], self._rank)).astype(np.float32)
 
-    def put(self, index: int, gradient: Any, weight: float) -> None:
+    def put(self, index: int, gradient: Any, loss_weight: float) -> None:
         host = to_host(gradient).reshape(self._shapes[index])
-        weighted = np.multiply(host, weight, dtype=np.float32)
+        weighted = np.multiply(host, loss_weight, dtype=np.float32)
         if index in self._sums:
             self._sums[index] += weighted
         else:

@@ -133,7 +133,9 @@ def train(
     )
     if group.is_main:
         if task.num_truncated:
-            print(f"texts cut, which are longer than max_length ({config.max_length} tokens): {task.num_truncated}")
+            print(
+                f"texts truncated, which are longer than max_length ({config.max_length} tokens): {task.num_truncated}"
+            )
         if task.num_without_labels:
             print(f"texts left out, which have no completion left: {task.num_without_labels}")
         if task.ignored_keys:

@@ -16,7 +16,7 @@ from mindnlp_dp.finetuning.settings import (
     learning_rate_from_scratch,
     setting,
 )
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
 RATE_OF_LORA = 3e-4
 

@@ -83,7 +83,7 @@ def train(
         callbacks=[recorder, *callbacks(config)],
     )
     if group.is_main and task.num_truncated:
-        print(f"texts cut, which are longer than max_length ({config.max_length} tokens): {task.num_truncated}")
+        print(f"texts truncated to max_length ({config.max_length} tokens): {task.num_truncated}")
     output = job.train(trainer, config)
     report = make_report(trainer, output, recorder, config, task)
     compare_with_plan(report, config)

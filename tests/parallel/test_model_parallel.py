@@ -9,7 +9,8 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
-from cut_models import (
+from mindnlp.core import optim
+from sharded_models import (
     BACK,
     HAS_MESSAGES,
     IS_MPI,
@@ -27,7 +28,6 @@ from cut_models import (
     pieces_of,
     trained_by_trainer,
 )  # fmt: skip
-from mindnlp.core import optim
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
@@ -35,7 +35,7 @@ from mindnlp_dp.checkpoint import writer
 from mindnlp_dp.checkpoint.manifest import check_checkpoint
 from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.parallel.parallel_plan import ExpertPlan, PipelinePlan, ShardingPlan, TensorPlan, plan_for
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import Rows, alone
 from models import train as train_by_trainer
 
@@ -235,7 +235,7 @@ def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
 @pytest.mark.parametrize("num_rows", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mesh", "fails_on"), failing_meshes())
 def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
-    """No rank hangs, and no message from before the failure is taken for one of the next window.
+    """No rank hangs, and no message from before the failure is taken for one of the next update.
 
     This also holds if only one of the ranks that split a micro-batch fails, and for a model made afterwards.
     """
@@ -245,7 +245,7 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
         "one sharer": mesh.group("dp_in_stage").world_size > 1 and mesh.index("dp_in_stage") == 0,
     }  # fmt: skip
     columns = batch("gpt2", 8)
-    window = [rows(columns, first, first + num_rows) for first in (0, 2, 4, 6)]
+    micro_batches = [rows(columns, first, first + num_rows) for first in (0, 2, 4, 6)]
 
     def make():
         model = dp.parallelize(build("gpt2"), mesh)
@@ -263,12 +263,12 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
 
     model, step, calls = make()
     with pytest.raises((KeyError, ValueError), match="mistake|could not send its message|has failed; its own error"):
-        step(window[::-1])
-    # No model receives what the failed window has left: neither a new one nor this one.
+        step(micro_batches[::-1])
+    # No model receives what the failed update has left: neither a new one nor this one.
     trained = []
     for found, again, number in (make(), (model, step, calls), make()):
         number[0] = 3
-        again(window)
+        again(micro_batches)
         found.parallel.assert_in_sync()
         trained.append(whole_weights(found))
     for other in trained[1:]:
@@ -280,7 +280,7 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
 def test_parameters_that_nothing_used_decay_as_in_one_process(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
-    # There are more experts than the tokens of a window use.
+    # There are more experts than the tokens of an update use.
     config = {"num_local_experts": 16, "num_experts_per_tok": 1}
     with alone() as single:
         one = build("mixtral", **config)
@@ -351,7 +351,9 @@ def test_what_a_pipeline_cannot_give_is_refused(group):
     model = dp.parallelize(build("mixtral", use_cache=True), mesh)
     model.set_train(False)
     ids = mindspore.Tensor(batch("mixtral", 2)["input_ids"])
-    with pytest.raises(ValueError, match="output_hidden_states: a stage has only those of its layers"):
+    with pytest.raises(
+        ValueError, match="output_hidden_states is not supported with pp, whose stages have only their own layers"
+    ):
         model(ids, output_hidden_states=True)
     with pytest.raises(ValueError, match="needs the keys and values of all layers"):
         model.generate(ids)
@@ -361,7 +363,7 @@ def test_what_a_pipeline_cannot_give_is_refused(group):
     frozen = build("bert")
     for parameter in frozen.bert.parameters():
         parameter.requires_grad = False
-    with pytest.raises(ValueError, match=r"the stage of rank 0 \(.*pp=0\) has nothing to train"):
+    with pytest.raises(ValueError, match=r"the stage of rank 0 \(.*pp=0\) has no trainable weights"):
         dp.parallelize(frozen, mesh)
 
 
@@ -501,7 +503,7 @@ def test_a_plan_of_ones_own(group):
     mesh = dp.init_device_mesh({"tp": group.world_size})
     plan = ShardingPlan(TensorPlan({"*intermediate.dense": "colwise", "*layer.?.output.dense": "rowwise"}))
     model = dp.parallelize(build("bert"), mesh, plan)
-    cut = {name for name in model.parallel.placements if model.parallel.placements[name].cut is not None}
+    cut = {name for name in model.parallel.placements if model.parallel.placements[name].shard is not None}
     assert len(cut) == 3 * 4
     train(model, "bert", pieces_of(mesh, 1))
     assert_close(model, "bert")
@@ -545,12 +547,12 @@ def test_a_loss_that_is_no_number_spoils_no_expert(group):
             forward, optim.SGD(parameters, lr=0.1), parameters, accumulation_steps=num_micro_steps
         )
         model.set_train(True)
-        window = [rows(columns, group.rank, group.rank + 1), rows(columns, 4 + group.rank, 5 + group.rank)]
+        micro_batches = [rows(columns, group.rank, group.rank + 1), rows(columns, 4 + group.rank, 5 + group.rank)]
         if is_bad and group.rank == 1:
-            window[1]["bad"] = np.ones(1)
+            micro_batches[1]["bad"] = np.ones(1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            step(window[:num_micro_steps] if num_micro_steps > 1 else window[0])
+            step(micro_batches[:num_micro_steps] if num_micro_steps > 1 else micro_batches[0])
         return whole_weights(model)
 
     poisoned, expected = trained(True, 2), trained(False, 1)
@@ -674,8 +676,8 @@ def test_a_loop_of_ones_own_is_taken_up_on_another_mesh_and_evaluated(group, sha
         loader = dp.make_loader(Sentences(), 4 // mesh.dp_group.world_size, 2, shuffle=True, seed=1)
         run = dp.FunctionalRun(folder, model, step, loader, sharded=sharded)
         run.resume()
-        for window in run.windows(num_epochs=3):
-            step(window)
+        for micro_batches in run.updates(num_epochs=3):
+            step(micro_batches)
             if step.num_updates == 2:
                 run.save()
             if step.num_updates == stop_after:
@@ -727,8 +729,8 @@ def test_state_of_other_shapes_than_the_parameters(group, shared_tmp_path, shard
             return dp.FunctionalRun(folder, model, step, loader, sharded=sharded), optimizer
 
         run, first = make()
-        for window in run.windows(num_epochs=1):
-            run.step(window)
+        for micro_batches in run.updates(num_epochs=1):
+            run.step(micro_batches)
         run.save()
         again, second = make()
         assert again.resume()
@@ -827,11 +829,11 @@ def test_the_trainer_evaluates_and_saves_a_model_that_is_cut(group, shared_tmp_p
 @pytest.mark.core
 def test_meshes_that_cannot_be(group):
     n = group.world_size
-    with pytest.raises(ValueError, match=rf"dp={n + 1} does not make {n} ranks"):
+    with pytest.raises(ValueError, match=rf"dp={n + 1} does not match the {n} ranks of this job"):
         dp.init_device_mesh({"dp": n + 1})
     with pytest.raises(ValueError, match="a mesh has axes dp, pp, ep, sp, tp, got 'cp'"):
         dp.init_device_mesh({"cp": n})
-    with pytest.raises(ValueError, match="must be a whole number from 1 on"):
+    with pytest.raises(ValueError, match="must be a whole number of at least 1"):
         dp.init_device_mesh({"dp": 0})
     with pytest.raises(ValueError, match="at most one axis may be -1"):
         dp.init_device_mesh({"dp": -1, "tp": -1})
@@ -846,7 +848,7 @@ def test_meshes_that_cannot_be(group):
                 with pytest.raises(ValueError, match=r"before MindSpore 2.8, which has no messages .*; MPI has"):
                     dp.init_device_mesh({"pp": n})
             for axis in ("ep", "sp"):
-                with pytest.raises(ValueError, match=f"{axis}={n} cannot be under .*, which has no all-to-all"):
+                with pytest.raises(ValueError, match=f"{axis}={n} is not supported by .*, which has no all-to-all"):
                     dp.init_device_mesh({axis: n})
 
 
@@ -893,7 +895,7 @@ def test_a_model_that_cannot_be_cut_is_not_changed(group):
         for name, parameter in frozen.named_parameters():
             parameter.requires_grad = "wpe" in name
         kinds = [type(module) for module in frozen.modules()]
-        with pytest.raises(ValueError, match="has nothing to train"):
+        with pytest.raises(ValueError, match="has no trainable weights"):
             dp.parallelize(frozen, dp.init_device_mesh({"pp": group.world_size}))
         assert [type(module) for module in frozen.modules()] == kinds
 
@@ -910,7 +912,7 @@ def test_models_that_cannot_be_cut_so(group):
         dp.parallelize(nn.Linear(4, 4), mesh)
     with pytest.raises(ValueError, match="fits no module"):
         dp.parallelize(build("bert"), mesh, ShardingPlan(TensorPlan({"*nowhere": "rowwise"})))
-    with pytest.raises(ValueError, match="does not say how to cut tensors"):
+    with pytest.raises(ValueError, match="does not say how to shard tensors"):
         dp.parallelize(build("bert"), mesh, ShardingPlan())
     with pytest.raises(ValueError, match="say where its weights are"):
         with dp.empty_weights():
@@ -942,7 +944,7 @@ def test_stages_and_experts_that_cannot_be(group):
     mesh = dp.init_device_mesh({"ep": n})
     with pytest.raises(ValueError, match=f"has 3 experts, which ep={n} does not divide"):
         dp.parallelize(build("mixtral", num_local_experts=3), mesh)
-    with pytest.raises(ValueError, match="does not say how to cut experts"):
+    with pytest.raises(ValueError, match="does not say how to shard experts"):
         dp.parallelize(build("bert"), mesh)
     with pytest.raises(ValueError, match="fits no block"):
         dp.parallelize(build("mixtral"), mesh, ShardingPlan(experts=ExpertPlan("*.nowhere")))

@@ -1,4 +1,4 @@
-"""Tests the rows that ranks of a host share: they are found, verified and allocated by their ranks, or None on all."""
+"""Test the shared memory of the ranks of a host: how it is opened, verified, allocated and reused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import mindspore
 import numpy as np
 import pytest
 
-from mindnlp_dp.communication.transports.mpi import shared_memory
-from mindnlp_dp.communication.transports.mpi.shared_memory import allocate_shared_rows, why_not_shared
+from mindnlp_dp.communication.transports.mpi import host_memory
+from mindnlp_dp.communication.transports.mpi.host_memory import allocate_shared_rows, why_not_shared
 from mindnlp_dp.communication.transports.single import SingleProcessChannel
-from mindnlp_dp.data_parallel.buckets import host
-from mindnlp_dp.data_parallel.buckets.host import HostBucket, refcount_is_reliable
+from mindnlp_dp.data_parallel.buckets import host_bucket
+from mindnlp_dp.data_parallel.buckets.host_bucket import HostBucket, refcount_is_reliable
 from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
 from mindnlp_dp.runtime.arrays import from_host as tensor_from_host
 
@@ -34,7 +34,7 @@ class Host:
         return [has_it, True]
 
 
-def test_what_was_opened_is_the_memory_that_was_made():
+def test_a_rank_opens_the_shared_memory_of_its_host():
     made = os.memfd_create("rows")
     os.ftruncate(made, 2 * 128)
     os.pwrite(made, b"n" * 16, 2 * 128)
@@ -46,7 +46,7 @@ def test_what_was_opened_is_the_memory_that_was_made():
 
 
 @pytest.mark.parametrize("what", ["another file", "another nonce", "a longer file", "nothing", "a folder"])
-def test_what_only_has_its_number_is_not_taken_for_it(what, tmp_path):
+def test_another_file_with_the_same_descriptor_number_is_refused(what, tmp_path):
     """Refuse a process and a descriptor with the same numbers that, in another PID namespace, are different ones."""
     with tempfile.TemporaryFile() as file:
         file.write(bytes(256) + (b"x" if what == "another nonce" else b"n") * (17 if what == "a longer file" else 16))
@@ -61,9 +61,7 @@ def test_what_only_has_its_number_is_not_taken_for_it(what, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_rank_allocates_its_own_row(rank, monkeypatch):
     allocated = []
-    monkeypatch.setattr(
-        shared_memory.os, "posix_fallocate", lambda fd, start, length: allocated.append((start, length))
-    )
+    monkeypatch.setattr(host_memory.os, "posix_fallocate", lambda fd, start, length: allocated.append((start, length)))
     made = os.memfd_create("rows")
     os.ftruncate(made, 2 * 4096)
     os.pwrite(made, b"n" * 16, 2 * 4096)
@@ -73,17 +71,17 @@ def test_every_rank_allocates_its_own_row(rank, monkeypatch):
     assert allocated == [(rank * 4096, 4096)]
 
 
-def test_no_room_is_no_memory(monkeypatch):
+def test_shared_rows_are_none_without_free_memory(monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
+    monkeypatch.setattr(host_memory.os, "posix_fallocate", full)
     assert allocate_shared_rows(Host(0), 4096) is None
 
 
-def test_hosts_with_other_numbers_of_ranks_are_told():
+def test_hosts_with_different_numbers_of_ranks_are_reported():
     assert why_not_shared([3, 3, 3]) == ""
-    assert why_not_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start as many on every host")
+    assert why_not_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start the same number on every host")
 
 
 def bucket():
@@ -99,7 +97,7 @@ def result_of(one, value):
     return result
 
 
-def test_memory_of_a_result_is_used_again_when_nobody_holds_it():
+def test_the_memory_of_a_released_result_is_reused():
     assert refcount_is_reliable(tensor_from_host)
     one = bucket()
     address = result_of(one, 1.0).data_ptr()
@@ -111,7 +109,7 @@ def test_memory_of_a_result_is_used_again_when_nobody_holds_it():
     assert (array == 3.0).all(), "a reader still looked at it"
 
 
-def test_a_loop_that_holds_its_gradients_until_it_has_the_next_uses_the_memory_of_two():
+def test_a_loop_that_keeps_its_last_gradients_alternates_two_arrays():
     one = bucket()
     seen = set()
     for value in range(6):
@@ -121,7 +119,7 @@ def test_a_loop_that_holds_its_gradients_until_it_has_the_next_uses_the_memory_o
     assert len(seen) == 2
 
 
-def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):
+def test_memory_is_not_reused_if_reference_counts_are_unreliable(monkeypatch):
     """Simulate tensors that share an array's memory without a reference to the array."""
     held = []
 
@@ -133,9 +131,9 @@ def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):
     def shares(first, second):
         return True
 
-    monkeypatch.setattr(host.np, "shares_memory", shares)
+    monkeypatch.setattr(host_bucket.np, "shares_memory", shares)
     assert not refcount_is_reliable(from_host)
-    monkeypatch.setattr(host, "refcount_is_reliable", lambda from_host: False)
+    monkeypatch.setattr(host_bucket, "refcount_is_reliable", lambda from_host: False)
     one = bucket()
     first = result_of(one, 1.0)
     memory = one._results[0][-1]

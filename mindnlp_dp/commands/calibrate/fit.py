@@ -6,7 +6,7 @@ update of a model takes
     FLOPs / rate + values moved / bandwidth + attention scores / rate + random numbers / rate
     + calls x seconds per call + gradients / rate + parameters / rate,
 
-each counted by the planner's own graph of the model. The seven coefficients, none below 0, minimise the sum of squared
+each counted by the planner's own graph of the model. The seven coefficients, none below 0, minimize the sum of squared
 relative errors.
 """
 
@@ -22,8 +22,8 @@ import yaml
 
 from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.planner.cost_model.stage_costs import StageCosts, StageParallelism
-from mindnlp_dp.planner.profiles.cluster import Cluster, Link
-from mindnlp_dp.planner.profiles.models import load_model
+from mindnlp_dp.planner.profiles.cluster_profile import Cluster, Link
+from mindnlp_dp.planner.profiles.model_profiles import load_model
 from mindnlp_dp.runtime.atomic_write import atomic_write
 
 # Terms of the fit, in the order of the formula above.

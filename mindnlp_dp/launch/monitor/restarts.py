@@ -1,4 +1,4 @@
-"""Decide whether a job is restarted after a failed attempt; :mod:`mindnlp_dp.launch.job` asks it."""
+"""Decide whether a job is restarted after a failed attempt; :mod:`mindnlp_dp.launch.launch_job` asks it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_IN_A_ROW = 3
 
 
 class RestartPolicy:
-    """The restart policy of one job; used by :class:`~mindnlp_dp.launch.job.Job`.
+    """The restart policy of one job; used by :class:`~mindnlp_dp.launch.launch_job.Job`.
 
     Attributes:
         count: number of restarts so far.
@@ -38,7 +38,7 @@ class RestartPolicy:
         self._in_a_row = 0 if update else self._in_a_row + 1
         wait: Optional[float] = None
         if self.count >= self._most:
-            self.why_not = f"it was restarted {self.count} times, as --max-restarts says" if self._most else ""
+            self.why_not = f"it was restarted {self.count} times, the maximum (--max-restarts)" if self._most else ""
         elif self._in_a_row >= MOST_IN_A_ROW:
             self.why_not = f"{self._in_a_row} attempts in a row have not finished a single update"
         else:

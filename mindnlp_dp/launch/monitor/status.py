@@ -44,7 +44,7 @@ class StatusFile:
         now, ranks = time.monotonic(), []
         for number, rank in enumerate(snapshot.ranks):
             entry: dict[str, Any] = {"rank": number, "pid": rank.pid or None, "update": rank.update}
-            entry["state"] = _state(rank, is_gone=number in snapshot.gone)
+            entry["state"] = _state(rank, has_exited=number in snapshot.gone)
             entry["loss"] = rank.loss if math.isfinite(rank.loss) else None
             if entry["state"] == "waits":
                 entry["waits_in"], entry["waits_since"] = rank.blocked_in, round(now - rank.since, 3)
@@ -98,12 +98,12 @@ def read_status(log_dir: Path) -> dict[str, Any]:
     return status
 
 
-def _state(rank: RankHeartbeat, *, is_gone: bool) -> str:
+def _state(rank: RankHeartbeat, *, has_exited: bool) -> str:
     if rank.exit_code is not None:
         return "done" if rank.exit_code == 0 else f"failed with exit code {rank.exit_code}"
     if not rank.pid:
         return "not begun"
-    if is_gone:
+    if has_exited:
         return "gone"
     return "waits" if rank.blocked_in else "works"
 
@@ -116,10 +116,10 @@ def speed_text(speed: Mapping[str, float]) -> str:
     """Format the metrics of a log line for people.
 
     >>> speed_text({"step_seconds": 0.25, "samples_per_second": 256.0, "mfu": 0.413})
-    '0.25 s a step, 256 samples/s, MFU 41.3 %'
+    '0.25 s per step, 256 samples/s, MFU 41.3 %'
     """
     formats = {
-        "step_seconds": "{:.4g} s a step",
+        "step_seconds": "{:.4g} s per step",
         "samples_per_second": "{:.4g} samples/s",
         "input_tokens_per_second": "{:.5g} tokens/s",
     }

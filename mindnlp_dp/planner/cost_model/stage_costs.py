@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.planner.cost_model.memory import (
+from mindnlp_dp.planner.cost_model.memory_cost import (
     MemoryUse,
     entering_values,
     layer_inputs,
@@ -25,8 +25,8 @@ from mindnlp_dp.planner.cost_model.memory import (
     with_split_tokens,
 )
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, cost_of, layouts, resharding
-from mindnlp_dp.planner.profiles.cluster import Cluster, Link, all_gather, all_reduce, all_to_all
-from mindnlp_dp.planner.profiles.operators import (
+from mindnlp_dp.planner.profiles.cluster_profile import Cluster, Link, all_gather, all_reduce, all_to_all
+from mindnlp_dp.planner.profiles.operator_graph import (
     BATCH,
     COLUMN,
     EXPERT,
@@ -39,7 +39,7 @@ from mindnlp_dp.planner.profiles.operators import (
     cluster_layers,
     crossing,
 )
-from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
+from mindnlp_dp.runtime.mesh_spec import Size, mesh_name
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class StageParallelism:
         return mesh_name(self.mesh())
 
     def mesh(self, pp: int = 1) -> dict[str, int]:
-        """Return the sizes for ``--mesh``; the axes that communicate most come last, on neighbours within a host."""
+        """Return the sizes for ``--mesh``; the axes that communicate most come last, on neighbors within a host."""
         sizes = {"pp": pp, "dp": self.dp, "ep": self.ep, "sp": self.sp, "tp": self.tp}
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
 
@@ -94,7 +94,7 @@ def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
         or not isinstance(pp, int)
         or any(len(size) not in (1, pp) for size in sizes.values())
     ):
-        raise ValueError(f"a mesh has axes dp, pp, ep, sp, tp, each from 1 on, or of as many stages; got {dict(mesh)}")
+        raise ValueError(f"a mesh has axes dp, pp, ep, sp, tp, each at least 1, or of as many stages; got {dict(mesh)}")
     by_stage = {axis: size if len(size) == pp else size * pp for axis, size in sizes.items() if axis != "pp"}
     return [StageParallelism(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
 
@@ -129,9 +129,9 @@ class Times:
 
 def layers_of(model: Model, most: int) -> list[int]:
     """Group the operators into at most ``most`` layers between the model's cuts; return the first operator of each."""
-    num_layers = min(most, len(model.cuts) + 1)
+    num_layers = min(most, len(model.split_points) + 1)
     flops = [o.flops for o in model.graph.operators]
-    return cluster_layers(flops, crossing(model.graph), num_layers, cuts=model.cuts)
+    return cluster_layers(flops, crossing(model.graph), num_layers, split_points=model.split_points)
 
 
 class StageCosts:
@@ -275,8 +275,8 @@ class StageCosts:
         s, size = self.sharing, self.cluster.bytes_per_value
         exchange = all_reduce(s.num_replicas, size * parameters, self.cluster.link(s.num_replicas, s.tp))
         exchange += all_reduce(s.dp * s.sp, size * of_experts, self.cluster.link(s.dp * s.sp, s.ep))
-        divided = zero_stage > 0
-        numbers = parameters / (s.num_replicas if divided else 1) + of_experts / (s.dp * s.sp if divided else 1)
+        is_sharded = zero_stage > 0
+        numbers = parameters / (s.num_replicas if is_sharded else 1) + of_experts / (s.dp * s.sp if is_sharded else 1)
         return exchange, numbers / self.cluster.update_rate
 
 
