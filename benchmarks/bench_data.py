@@ -2,13 +2,13 @@
 """Time and memory of the language recipe's data on two ranks: 10 million tokens, from a file to rows on both ranks.
 
     python benchmarks/bench_data.py --json outputs/bench_data.json
-    git worktree add ../before cd0fa8b && python benchmarks/bench_data.py --before ../before
+    python benchmarks/bench_data.py --before FOLDER
 
 The file has prompts and completions of random words, the same on each machine, and its tokenizer is trained on the
 first of them. A job reads the file, tokenizes, packs rows of 512 tokens, brings them to both ranks, copies the data
 sets as MindNLP's Trainer does, and reads each row once on each rank. "first run" has an empty cache, "second run" the
-cache of the first. With --before, the same job is run with the code of another folder. Memory is the sum of both ranks'
-PSS beyond what they had before the job; memory that they share is counted once.
+cache of the first. With --before, the same job is also run with the code in FOLDER, such as that of an earlier version.
+Memory is the sum of both ranks' PSS beyond what they had before the job; memory that they share is counted once.
 """
 
 from __future__ import annotations
