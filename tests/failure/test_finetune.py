@@ -90,6 +90,8 @@ def same_losses(files, model, name):
     )
     assert numbers(two) == pytest.approx(numbers(one), rel=1e-5)
     assert two["replicas_in_sync"]
+    assert len(two["replica_digests"]) == 2
+    assert two["backend"] == "mpi"
     assert one["steps"] == two["steps"]
     tables = [(files / f"{name}-{n}/out/predictions.csv").read_text().splitlines() for n in (1, 2)]
     predictions = [list(csv.DictReader(table)) for table in tables]
