@@ -118,8 +118,8 @@ def held_out(labels: np.ndarray, fraction: float, seed: int, source: str = "the 
     if not is_held_out.any():
         of_label = " of its most frequent label" if len(names) > 1 else ""
         raise InputError(
-            f"{source} has {max(counts, default=0)} rows{of_label}, and test_fraction {fraction} of them is less than "
-            f"one row; add rows (at least {math.ceil(1 / fraction)}), raise --test-fraction, or pass --test-file"
+            f"{source}: test_fraction {fraction} of its rows{of_label} ({max(counts, default=0)}) is less than one "
+            f"row; add rows (at least {math.ceil(1 / fraction)}), raise --test-fraction, or pass --test-file"
         )
     return is_held_out
 

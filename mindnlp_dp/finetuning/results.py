@@ -43,7 +43,7 @@ def make_report(
         "single",
         args.per_device_train_batch_size * args.gradient_accumulation_steps,
     )
-    if hasattr(trainer, "whole"):
+    if hasattr(trainer, "distributed_model"):
         # For a sharded model, every rank computes the digest of the full model.
         backend, global_batch_size = trainer.world.backend, trainer.training_loop.loader.global_batch_size
         digests = trainer.world.all_gather_object(trainer.distributed_model.digest())

@@ -16,6 +16,8 @@ from typing import Any, Optional, TypeVar, get_type_hints
 from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
 from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
+# The name of the small models with random weights that the recipes train without a pretrained one.
+FROM_SCRATCH = "tiny"
 OPTIMIZERS = ("adamw", "lamb", "lars")
 # MindNLP's; "cosine_with_min_lr" needs another setting, and is left out.
 SCHEDULES_OF_RATES = (
@@ -244,7 +246,7 @@ def parse_config(
 
     Args:
         kind: a subclass of :class:`RunConfig`; only its fields are accepted as flags.
-        from_scratch: additional defaults for the model "tiny", which needs other values because it is not pretrained.
+        from_scratch: additional defaults for the model ``FROM_SCRATCH``, which is not pretrained.
 
     Raises:
         InputError: the file is missing, is not a YAML mapping, or has an unknown key or a value of the wrong
@@ -254,7 +256,7 @@ def parse_config(
     file = flags.pop("config", None)
     from_file = read_config_file(file, kind) if file else {}
     defaults = dict(defaults or {})
-    if {**defaults, **from_file, **flags}.get("model") == "tiny":
+    if {**defaults, **from_file, **flags}.get("model") == FROM_SCRATCH:
         defaults.update(from_scratch or {})
     chosen: dict[str, Any] = {}
     for settings in (defaults, from_file, flags):

@@ -101,7 +101,7 @@ def _stage(stage: StagePlan) -> str:
 
 
 def launch_command(found: Plan, plans: Plans) -> Optional[str]:
-    """Return the command that launches a plan; None if ``scripts/finetune.py`` cannot train the model."""
+    """Return the command that launches a plan on the user's FILE; None if ``scripts/finetune.py`` cannot train it."""
     if not plans.model.train_flags:
         return None
     cluster, n = plans.cluster, found.num_devices
@@ -124,7 +124,7 @@ def launch_command(found: Plan, plans: Plans) -> Optional[str]:
     if found.recompute:
         settings["gradient-checkpointing"] = "true"
     flags = [plans.model.train_flags, *(f"--{name} {value}" for name, value in settings.items())]
-    return " ".join([start, "scripts/finetune.py", *flags])
+    return " ".join([start, "scripts/finetune.py --train-file FILE --test-fraction 0.1", *flags])
 
 
 def _in_code(found: Plan, plans: Plans) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chat_models
 import pytest
 
 from mindnlp_dp.runtime.versions import mindnlp_series
@@ -31,7 +32,8 @@ def run(folder, num_ranks, script, *flags):
 
 
 def report_of(folder, num_ranks, *flags):
-    run(folder, num_ranks, "scripts/finetune_llm.py", "--output-dir", str(folder / "out"), *SIZES, *flags)
+    folders = ["--output-dir", str(folder / "out"), "--cache-dir", str(folder / "cache")]
+    run(folder, num_ranks, "scripts/finetune_llm.py", *folders, *SIZES, *flags)
     report = json.loads((folder / "out/report.json").read_text())
     assert report["replicas_in_sync"]
     losses = [row["loss"] for row in report["history"] if "loss" in row]
@@ -60,6 +62,20 @@ def test_losses_are_those_of_one_process(tmp_path, alone, mesh):
     losses, report = report_of(tmp_path, 2, *flags, *mesh.split())
     assert losses == pytest.approx(expected, rel=2e-5)
     assert ("samples" in report) == ("pp" not in mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "mistral base"])
+def test_new_control_tokens_train_on_meshes_as_in_one_process(tmp_path, kind):
+    """The models have no <|im_start|>: their embeddings are resized, to a number that two does not divide."""
+    chat_models.save_untrained(kind, tmp_path / "base")
+    flags = [*chat_models.write_chats(tmp_path), "--model", str(tmp_path / "base"), "--template", "chatml"]
+    flags += ["--max-length", "64", "--learning-rate", "5e-3"]
+    expected, _ = report_of(tmp_path / "one", 1, *flags)
+    assert json.loads((tmp_path / "one/out/model/config.json").read_text())["vocab_size"] % 2
+    for mesh in ("tp=2", "pp=2"):
+        losses, _ = report_of(tmp_path / mesh, 2, *flags, "--mesh", mesh)
+        assert losses == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.core

@@ -725,7 +725,7 @@ def test_launch_commands_of_plans_are_accepted_by_the_recipe(model, rank, rate):
 def test_the_plan_command_prints_writes_json_and_plots(capsys, tmp_path, files):
     code, out, _ = run(capsys, *files, "--json", tmp_path / "plan.json", "--plot", tmp_path / "plan.png")
     assert code == 0
-    assert "launch   mindnlp-dp run --nproc 4 scripts/finetune.py --vocab-size 1000 --hidden-size 64" in out
+    assert "launch   mindnlp-dp run --nproc 4 scripts/finetune.py --train-file FILE --test-fraction 0.1 --vocab" in out
     written = json.loads((tmp_path / "plan.json").read_text())
     best = written["plans"][0]
     assert best["seconds"] == min(p["seconds"] for p in written["plans"])
