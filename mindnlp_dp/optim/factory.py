@@ -116,7 +116,7 @@ def _check_scope(optimizer: Any, window: GradientAccumulator, scope: ModelScope)
     """Raise ValueError if this optimizer cannot update a model that is sharded over ranks."""
     if scope.is_whole:
         return
-    from mindnlp_dp.optim import LAMB, LARS
+    from mindnlp_dp.optim import LAMB, LARS, Muon
 
     if isinstance(optimizer, mindspore.nn.Optimizer):
         raise ValueError(
@@ -125,10 +125,10 @@ def _check_scope(optimizer: Any, window: GradientAccumulator, scope: ModelScope)
         )
     if not isinstance(window, (GradientSynchronizer, MultiGroupExchange)):
         raise ValueError("MindSpore's reducer exchanges gradients over all ranks, but some ranks have other shards")
-    if isinstance(optimizer, (LAMB, LARS)) and scope.has_cut_parameters:
+    if isinstance(optimizer, (LAMB, LARS, Muon)) and scope.has_cut_parameters:
+        needed = "each whole matrix" if isinstance(optimizer, Muon) else "the norm of each whole parameter"
         raise ValueError(
-            f"{type(optimizer).__name__} needs the norm of each whole parameter, of which ranks have parts (tp > 1); "
-            "use AdamW, Adam or SGD"
+            f"{type(optimizer).__name__} needs {needed}, of which ranks have parts (tp > 1); use AdamW, Adam or SGD"
         )
 
 
@@ -258,8 +258,8 @@ def rule_for(optimizer: Any, window: GradientAccumulator) -> Optional[Any]:
     """
     if not isinstance(window, GradientSynchronizer) or window.compression == "powersgd":
         return None
-    from mindnlp_dp.optim import LAMB, LARS
-    from mindnlp_dp.optim.fused.rules import AdamRule, LAMBRule, LARSRule, SGDRule
+    from mindnlp_dp.optim import LAMB, LARS, Muon
+    from mindnlp_dp.optim.fused.rules import AdamRule, LAMBRule, LARSRule, MuonRule, SGDRule
 
     optim, kind, groups = mindnlp_api().optim, type(optimizer), optimizer.param_groups
     if any(dtype_name(p) != "float32" or isinstance(p, mindspore.Parameter) for p in window.parameters):
@@ -275,6 +275,8 @@ def rule_for(optimizer: Any, window: GradientAccumulator) -> Optional[Any]:
         return AdamRule(decoupled=decoupled.pop(), epsilon_is_corrected=mindnlp_series() == "0.5")
     if kind is optim.SGD:
         return SGDRule(has_momentum=any(group["momentum"] for group in groups))
+    if kind is Muon:
+        return MuonRule(decoupled=True, epsilon_is_corrected=mindnlp_series() == "0.5")
     if kind is LAMB:
         return LAMBRule()
     return LARSRule() if kind is LARS else None

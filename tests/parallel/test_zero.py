@@ -22,7 +22,7 @@ from mindnlp_dp.data_parallel import synchronizer
 from mindnlp_dp.data_parallel.accumulation import MicroStep
 from mindnlp_dp.data_parallel.buckets import factory as buckets
 from mindnlp_dp.data_parallel.overlap import OverlapState
-from mindnlp_dp.optim import LAMB, LARS
+from mindnlp_dp.optim import LAMB, LARS, Muon
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import MindNLPUpdater
 from mindnlp_dp.training.metrics import LossMeter
@@ -55,6 +55,15 @@ OPTIMIZERS = {
     "lamb": lambda p: LAMB(p, lr=1e-2),
     "lars": lambda p: LARS(
         [{"params": p[::2]}, {"params": p[1::2], "use_trust_ratio": False, "lr": 0.1}], lr=1.0, weight_decay=1e-4
+    ),
+    "muon": lambda p: Muon(
+        [
+            {"params": p[:1], "weight_decay": 0.0},
+            {"params": p[5:6], "num_packed": 3, "packed_axis": 1, "lr": 0.02},
+            {"params": [*p[1:5], *p[6:]], "use_muon": False},
+        ],
+        lr=1e-2,
+        adjust_lr_fn="match_rms_adamw",
     ),
     # We have no rule for this optimizer, so its own code runs on full parameters.
     "own": lambda p: OwnOptimizer(p, {"lr": 1e-3}),

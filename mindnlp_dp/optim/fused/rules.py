@@ -12,9 +12,9 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Optional, Protocol
 
 import mindspore
 import numpy as np
@@ -22,6 +22,8 @@ import numpy as np
 from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
 from mindnlp_dp.optim.fused.adam_kernel import kernel, step_size
 from mindnlp_dp.optim.fused.block_sums import BlockSums
+from mindnlp_dp.optim.fused.newton_schulz import adjustment, multiplications
+from mindnlp_dp.optim.muon import directions, orthogonalized
 from mindnlp_dp.runtime.arrays import number_of
 
 Group = dict[str, Any]
@@ -43,6 +45,18 @@ class Segment:
     tensors: dict[str, Any] = field(default_factory=dict)
 
 
+class Owners(Protocol):
+    """What a rule needs of :class:`mindnlp_dp.optim.zero.owners.MatrixOwners`."""
+
+    def apply(
+        self,
+        mine: np.ndarray,
+        numels: Mapping[int, int],
+        costs: Mapping[int, int],
+        function: Callable[[int, np.ndarray], np.ndarray],
+    ) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class UpdateContext:
     """Holds the inputs of one update that are not part of a segment.
@@ -54,6 +68,9 @@ class UpdateContext:
         steps: The number of updates of each parameter, this one included.
         blocks: The block sums of the parameters, for norms.
         add: A function that combines block sums over the ranks that shard the update.
+        used: A mask of the parameters that are updated.
+        shapes: The shapes of the parameters.
+        owners: The ranks that compute what needs a full parameter.
     """
 
     scale: float
@@ -62,6 +79,9 @@ class UpdateContext:
     steps: Sequence[int]
     blocks: BlockSums
     add: Callable[[np.ndarray], np.ndarray]
+    used: np.ndarray
+    shapes: Sequence[tuple[int, ...]]
+    owners: Owners
 
 
 class Rule(abc.ABC):
@@ -74,6 +94,10 @@ class Rule(abc.ABC):
 
     state_names: tuple[str, ...] = ()
     counts_steps = False
+
+    def names_of(self, group: Optional[Group]) -> tuple[str, ...]:
+        """Return the names of the state arrays that a parameter of this group has."""
+        return self.state_names
 
     @abc.abstractmethod
     def key(self, group: Group, step: int) -> Hashable:
@@ -151,6 +175,50 @@ class AdamRule(Rule):
                 _scalar(rate), _scalar(beta1), _scalar(beta2), _scalar(epsilon),
                 tensors["g" if gradient is segment.gradient else "scratch"],
             )  # fmt: skip
+
+
+class MuonRule(AdamRule):
+    """Does the update of :class:`mindnlp_dp.optim.Muon`: AdamW by slices, and matrices, of which each has an owner.
+
+    Momentum and weights of matrices are updated by slices, too; only the directions go to the owners and back.
+    """
+
+    def names_of(self, group: Optional[Group]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group is not None and group["use_muon"] else self.state_names
+
+    def key(self, group: Group, step: int) -> Hashable:
+        return ("matrix",) if group["use_muon"] else super().key(group, step)
+
+    def apply(self, segments: Sequence[Segment], update: UpdateContext) -> None:
+        groups, shapes = update.groups, update.shapes
+        of_matrices = [segment for segment in segments if groups[segment.parts[0].index]["use_muon"]]
+        super().apply([s for s in segments if not groups[s.parts[0].index]["use_muon"]], update)
+        indices = [i for i in map(int, np.flatnonzero(update.used)) if groups[i] is not None and groups[i]["use_muon"]]
+        if not indices:
+            return
+        mine = [np.empty(0, np.float32)]
+        for segment in of_matrices:
+            gradient = _gradient(segment, update, with_decay=False)
+            for part in segment.parts:
+                momentum = segment.state["momentum_buffer"][part.flat]
+                momentum[:], direction = directions(gradient[part.flat], momentum, groups[part.index])
+                mine.append(direction)
+
+        def orthogonal(index: int, direction: np.ndarray) -> np.ndarray:
+            return orthogonalized(direction.reshape(shapes[index]), groups[index]).reshape(-1)
+
+        numels = {index: math.prod(shapes[index]) for index in indices}
+        costs = {index: multiplications(shapes[index], groups[index]) for index in indices}
+        results = update.owners.apply(np.concatenate(mine), numels, costs, orthogonal)
+        begin = 0
+        for segment in of_matrices:
+            for part in segment.parts:
+                group, weights = groups[part.index], segment.weights[part.flat]
+                rate = number_of(group["lr"])
+                weights *= np.float32(1 - rate * group["weight_decay"])
+                scale = np.float32(rate * adjustment(shapes[part.index], group))
+                weights -= scale * results[begin : begin + len(weights)]
+                begin += len(weights)
 
 
 def _gradient(segment: Segment, update: UpdateContext, *, with_decay: bool) -> np.ndarray:

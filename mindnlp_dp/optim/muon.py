@@ -1,0 +1,237 @@
+"""This module implements Muon for MindNLP: an optimizer that orthogonalizes the momentum of each matrix.
+
+Names, defaults and arithmetic are those of ``torch.optim.Muon``, but the iteration is in float32. Other parameters are
+updated by AdamW, in the same optimizer. Train steps update both kinds by shards (fused/rules.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Optional
+
+import mindspore
+import numpy as np
+
+from mindnlp_dp.kernels.matmul import product
+from mindnlp_dp.optim.fused.newton_schulz import ADJUSTMENTS, adjustment, frobenius_norm, orthogonalize
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
+
+# Patterns of the names of modules whose weight has several matrices of equal size side by side, and their number.
+PACKED = {r"(^|\.)c_attn$": 3}
+
+
+class Muon(mindnlp_api().optim.AdamW):  # type: ignore[misc]
+    """The Muon optimizer for matrices, and AdamW for the parameters of groups with ``use_muon=False``.
+
+    For a matrix with weights w and gradient g, an update computes::
+
+        m = m + (1 - momentum) (g - m)
+        u = g + momentum (m - g)            (with nesterov; else u = m)
+        w = (1 - lr weight_decay) w - lr scale orthogonalize(u)
+
+    Args:
+        params: parameters, or groups of them; :func:`~mindnlp_dp.optim.muon_groups` returns those of a model.
+        ns_coefficients: the coefficients of the Newton-Schulz iteration, of which there are ``ns_steps`` steps.
+        eps: the least norm by which a matrix is divided.
+        adjust_lr_fn: the scale; None or "original": sqrt(max(1, rows / columns)); "match_rms_adamw": 0.2
+            sqrt(max(rows, columns)), with which learning rate and weight decay of AdamW suit matrices, too.
+        betas, adamw_eps: settings of AdamW.
+        num_packed, packed_axis: parameters have so many matrices of equal size side by side along this axis; each is
+            orthogonalized by itself.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Optional[str] = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        use_muon: bool = True,
+        num_packed: int = 1,
+        packed_axis: int = 0,
+    ) -> None:
+        self._of_matrices = {
+            "momentum": momentum, "nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "eps": eps,
+            "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "num_packed": num_packed, "packed_axis": packed_axis,
+        }  # fmt: skip
+        self._use_muon = use_muon
+        super().__init__(params, lr=lr, betas=tuple(betas), eps=adamw_eps, weight_decay=weight_decay)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; it is for matrices unless it has ``use_muon=False``.
+
+        Raises:
+            ValueError: A setting is out of range, or a parameter of a group for matrices is not one.
+        """
+        if param_group.setdefault("use_muon", self._use_muon):
+            for name, value in self._of_matrices.items():
+                param_group.setdefault(name, value)
+        super().add_param_group(param_group)
+        if param_group["use_muon"]:
+            _check_group(param_group)
+
+    def step(self, grads: Any = None) -> None:
+        """Update every parameter that has a ``grad``; ``grads`` only matches MindNLP's signature and is not used."""
+        groups = self.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group, everything in zip(groups, whole):
+                group["params"] = [p for p in everything if p.grad is not None and not group["use_muon"]]
+            super().step()
+        finally:
+            for group, everything in zip(groups, whole):
+                group["params"] = everything
+        on_host = mindspore.get_context("device_target") == "CPU"
+        for group in groups:
+            for parameter in group["params"] if group["use_muon"] else ():
+                if parameter.grad is not None:
+                    (self._move_on_host if on_host else self._move)(parameter, self.state[parameter], group)
+
+    @staticmethod
+    def _move_on_host(parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        gradient, weights = to_host(parameter.grad).astype(np.float32), to_host(parameter)
+        momentum = to_host(state["momentum_buffer"]) if "momentum_buffer" in state else np.zeros_like(gradient)
+        momentum, direction = directions(gradient, momentum, group)
+        state["momentum_buffer"] = from_host(momentum, "float32")
+        step = group["lr"] * adjustment(parameter.shape, group)
+        moved = weights * np.float32(1 - group["lr"] * group["weight_decay"])
+        moved -= np.float32(step) * orthogonalized(direction, group)
+        set_weight(parameter, from_host(np.ascontiguousarray(moved), dtype_name(parameter)))
+
+    @staticmethod
+    def _move(parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        ops = mindspore.ops
+        gradient = parameter.grad.astype(mindspore.float32)
+        momentum = state.get("momentum_buffer")
+        momentum, direction = directions(gradient, ops.zeros_like(gradient) if momentum is None else momentum, group)
+        state["momentum_buffer"] = momentum
+        parts = [
+            orthogonalize(part, ops.maximum((part * part).sum().sqrt(), float(group["eps"])), group, ops.matmul)
+            for part in ops.chunk(direction, group["num_packed"], group["packed_axis"])
+        ]
+        step = group["lr"] * adjustment(parameter.shape, group)
+        moved = parameter * (1 - group["lr"] * group["weight_decay"]) - step * ops.cat(parts, group["packed_axis"])
+        set_weight(parameter, moved.astype(parameter.dtype))
+
+
+def directions(gradient: Any, momentum: Any, group: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the new momentum, and the direction that is orthogonalized."""
+    rate = float(group["momentum"])
+    momentum = momentum + (1 - rate) * (gradient - momentum)
+    return momentum, gradient + rate * (momentum - gradient) if group["nesterov"] else momentum
+
+
+def orthogonalized(direction: np.ndarray, group: Mapping[str, Any]) -> np.ndarray:
+    """Return a direction with each of its packed matrices orthogonalized, on the host."""
+    axis = group["packed_axis"]
+    parts = np.split(direction, group["num_packed"], axis)
+    return np.concatenate(
+        [orthogonalize(part, frobenius_norm(part, group["eps"]), group, product) for part in parts], axis
+    )
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if the settings or the parameters of a group for matrices are wrong."""
+    if not 0 <= group["momentum"] < 1:
+        raise ValueError(f"momentum must be from 0 to below 1, got {group['momentum']}")
+    if len(group["ns_coefficients"]) != 3:  # noqa: PLR2004 -- those of a polynomial of degree 5 without even powers
+        raise ValueError(f"ns_coefficients must be 3 numbers, got {group['ns_coefficients']!r}")
+    if group["ns_steps"] < 1:
+        raise ValueError(f"ns_steps must be at least 1, got {group['ns_steps']}")
+    if group["adjust_lr_fn"] not in (None, *ADJUSTMENTS):
+        raise ValueError(f"adjust_lr_fn must be None or one of {ADJUSTMENTS}, got {group['adjust_lr_fn']!r}")
+    if group["packed_axis"] not in (0, 1) or group["num_packed"] < 1:
+        raise ValueError(
+            f"num_packed must be at least 1 and packed_axis 0 or 1, got {group['num_packed']} and "
+            f"{group['packed_axis']}"
+        )
+    for parameter in group["params"]:
+        shape = tuple(parameter.shape)
+        if len(shape) != 2 or 0 in shape:  # noqa: PLR2004 -- the dimensions of a matrix
+            raise ValueError(
+                f"Muon orthogonalizes matrices, and a group with use_muon=True has a parameter of shape {shape}; put "
+                "it into a group with use_muon=False, or take the groups of mindnlp_dp.optim.muon_groups(model)"
+            )
+        if shape[group["packed_axis"]] % group["num_packed"]:
+            raise ValueError(
+                f"a parameter of shape {shape} cannot be split into num_packed={group['num_packed']} equal matrices "
+                f"along axis {group['packed_axis']}"
+            )
+
+
+def embedding_names(model: Any) -> dict[int, str]:
+    """Return the names of a model's embedding weights, by the parameters' ids."""
+    kind = mindnlp_api().nn.Embedding
+    modules = model.named_modules() if hasattr(model, "named_modules") else ()
+    return {id(module.weight): f"{name}.weight" for name, module in modules if isinstance(module, kind)}
+
+
+def muon_groups(
+    model: Any, weight_decay: float = 0.1, packed: Optional[Mapping[str, int]] = None
+) -> list[dict[str, Any]]:
+    """Return a model's trainable parameters in groups for :class:`Muon`.
+
+    Muon gets the weights of linear layers. AdamW gets the rest: embeddings, also one that the head shares; the head of
+    a library's model, which is what is outside of its ``base_model``; convolutions; biases and the weights of
+    normalization layers, which have no weight decay. In a model of your own no head is known: take its parameters out
+    of the first group if it has one.
+
+    Args:
+        packed: patterns of the names of modules whose output consists of several projections of equal size, and their
+            number; by default GPT-2's ``c_attn``.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body = {id(p) for p in getattr(inner, "base_model", inner).parameters()} - set(embedding_names(model))
+    groups: dict[Any, dict[str, Any]] = {}
+    taken: set[int] = set()
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if id(weight) not in body or id(weight) in taken or not weight.requires_grad or weight.ndim != 2:  # noqa: PLR2004
+            continue
+        taken.add(id(weight))
+        number = next(
+            (n for pattern, n in (PACKED if packed is None else packed).items() if re.search(pattern, name)), 1
+        )
+        # The outputs of GPT-2's Conv1D are columns.
+        axis = int(number > 1 and type(module).__name__ == "Conv1D")
+        group = {"use_muon": True, "weight_decay": weight_decay, "num_packed": number, "packed_axis": axis}
+        groups.setdefault((number, axis), {"params": [], **group})["params"].append(weight)
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+    for decay, params in (
+        (weight_decay, [p for p in rest if p.ndim > 1]),
+        (0.0, [p for p in rest if p.ndim <= 1]),
+    ):
+        groups[decay, "adamw", len(groups)] = {"params": params, "use_muon": False, "weight_decay": decay}
+    return [group for group in groups.values() if group["params"]]
+
+
+def muon_reference(
+    weights: np.ndarray, gradient: np.ndarray, momentum: np.ndarray, group: Mapping[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the weights and the momentum of a matrix after an update, in plain NumPy, in the arrays' type.
+
+    It is the readable form of :class:`Muon`, which tests compare with.
+    """
+    mu, lr = group["momentum"], group["lr"]
+    momentum = mu * momentum + (1 - mu) * gradient
+    direction = mu * momentum + (1 - mu) * gradient if group["nesterov"] else momentum
+    x = direction / max(np.linalg.norm(direction), group["eps"])
+    a, b, c = group["ns_coefficients"]
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    rows, columns = weights.shape
+    scale = max(1.0, rows / columns) ** 0.5
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        scale = 0.2 * max(rows, columns) ** 0.5
+    return (1 - lr * group["weight_decay"]) * weights - lr * scale * x, momentum
