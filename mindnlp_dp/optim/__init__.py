@@ -27,7 +27,6 @@ _HOME = {
     "LARS": "trust_ratio",
     "Muon": "muon",
     "muon_groups": "muon",
-    "muon_reference": "muon",
     "parameter_groups": "parameter_groups",
     "scaled_learning_rate": "learning_rate",
     "warmup_factor": "learning_rate",
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from mindnlp_dp.optim.learning_rate import warmup_factor as warmup_factor
     from mindnlp_dp.optim.muon import Muon as Muon
     from mindnlp_dp.optim.muon import muon_groups as muon_groups
-    from mindnlp_dp.optim.muon import muon_reference as muon_reference
     from mindnlp_dp.optim.parameter_groups import parameter_groups as parameter_groups
     from mindnlp_dp.optim.trust_ratio import LAMB as LAMB
     from mindnlp_dp.optim.trust_ratio import LARS as LARS

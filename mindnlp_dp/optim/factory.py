@@ -277,9 +277,8 @@ def rule_for(optimizer: Any, window: GradientAccumulator) -> Optional[Any]:
         return SGDRule(has_momentum=any(group["momentum"] for group in groups))
     if kind is Muon:
         return MuonRule(decoupled=True, epsilon_is_corrected=mindnlp_series() == "0.5")
-    if kind is LAMB:
-        return LAMBRule()
-    return LARSRule() if kind is LARS else None
+    plain: dict[Any, Any] = {LAMB: LAMBRule, LARS: LARSRule}
+    return plain[kind]() if kind in plain else None
 
 
 def _is_elementwise(optimizer: Any) -> bool:

@@ -13,8 +13,7 @@ from typing import Any, Optional
 import mindspore
 import numpy as np
 
-from mindnlp_dp.kernels.matmul import product
-from mindnlp_dp.optim.fused.newton_schulz import ADJUSTMENTS, adjustment, frobenius_norm, orthogonalize
+from mindnlp_dp.optim.newton_schulz import ADJUSTMENTS, adjustment, directions, orthogonalize, orthogonalized
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
@@ -124,27 +123,11 @@ class Muon(mindnlp_api().optim.AdamW):  # type: ignore[misc]
         set_weight(parameter, moved.astype(parameter.dtype))
 
 
-def directions(gradient: Any, momentum: Any, group: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the new momentum, and the direction that is orthogonalized."""
-    rate = float(group["momentum"])
-    momentum = momentum + (1 - rate) * (gradient - momentum)
-    return momentum, gradient + rate * (momentum - gradient) if group["nesterov"] else momentum
-
-
-def orthogonalized(direction: np.ndarray, group: Mapping[str, Any]) -> np.ndarray:
-    """Return a direction with each of its packed matrices orthogonalized, on the host."""
-    axis = group["packed_axis"]
-    parts = np.split(direction, group["num_packed"], axis)
-    return np.concatenate(
-        [orthogonalize(part, frobenius_norm(part, group["eps"]), group, product) for part in parts], axis
-    )
-
-
 def _check_group(group: Mapping[str, Any]) -> None:
     """Raise ValueError if the settings or the parameters of a group for matrices are wrong."""
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must be from 0 to below 1, got {group['momentum']}")
-    if len(group["ns_coefficients"]) != 3:  # noqa: PLR2004 -- those of a polynomial of degree 5 without even powers
+    if len(group["ns_coefficients"]) != 3:
         raise ValueError(f"ns_coefficients must be 3 numbers, got {group['ns_coefficients']!r}")
     if group["ns_steps"] < 1:
         raise ValueError(f"ns_steps must be at least 1, got {group['ns_steps']}")
@@ -157,7 +140,7 @@ def _check_group(group: Mapping[str, Any]) -> None:
         )
     for parameter in group["params"]:
         shape = tuple(parameter.shape)
-        if len(shape) != 2 or 0 in shape:  # noqa: PLR2004 -- the dimensions of a matrix
+        if len(shape) != 2 or 0 in shape:
             raise ValueError(
                 f"Muon orthogonalizes matrices, and a group with use_muon=True has a parameter of shape {shape}; put "
                 "it into a group with use_muon=False, or take the groups of mindnlp_dp.optim.muon_groups(model)"
@@ -195,8 +178,8 @@ def muon_groups(
     groups: dict[Any, dict[str, Any]] = {}
     taken: set[int] = set()
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if id(weight) not in body or id(weight) in taken or not weight.requires_grad or weight.ndim != 2:  # noqa: PLR2004
+        weight: Any = getattr(module, "weight", None)
+        if id(weight) not in body or id(weight) in taken or not weight.requires_grad or weight.ndim != 2:
             continue
         taken.add(id(weight))
         number = next(
@@ -213,25 +196,3 @@ def muon_groups(
     ):
         groups[decay, "adamw", len(groups)] = {"params": params, "use_muon": False, "weight_decay": decay}
     return [group for group in groups.values() if group["params"]]
-
-
-def muon_reference(
-    weights: np.ndarray, gradient: np.ndarray, momentum: np.ndarray, group: Mapping[str, Any]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights and the momentum of a matrix after an update, in plain NumPy, in the arrays' type.
-
-    It is the readable form of :class:`Muon`, which tests compare with.
-    """
-    mu, lr = group["momentum"], group["lr"]
-    momentum = mu * momentum + (1 - mu) * gradient
-    direction = mu * momentum + (1 - mu) * gradient if group["nesterov"] else momentum
-    x = direction / max(np.linalg.norm(direction), group["eps"])
-    a, b, c = group["ns_coefficients"]
-    for _ in range(group["ns_steps"]):
-        gram = x @ x.T
-        x = a * x + b * gram @ x + c * gram @ gram @ x
-    rows, columns = weights.shape
-    scale = max(1.0, rows / columns) ** 0.5
-    if group["adjust_lr_fn"] == "match_rms_adamw":
-        scale = 0.2 * max(rows, columns) ** 0.5
-    return (1 - lr * group["weight_decay"]) * weights - lr * scale * x, momentum

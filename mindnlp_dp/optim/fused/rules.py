@@ -22,8 +22,7 @@ import numpy as np
 from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
 from mindnlp_dp.optim.fused.adam_kernel import kernel, step_size
 from mindnlp_dp.optim.fused.block_sums import BlockSums
-from mindnlp_dp.optim.fused.newton_schulz import adjustment, multiplications
-from mindnlp_dp.optim.muon import directions, orthogonalized
+from mindnlp_dp.optim.newton_schulz import adjustment, directions, multiplications, orthogonalized
 from mindnlp_dp.runtime.arrays import number_of
 
 Group = dict[str, Any]

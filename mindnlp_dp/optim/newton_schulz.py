@@ -1,6 +1,6 @@
 """This module has the arithmetic of Muon for one matrix; the optimizer (muon.py) and its rule (rules.py) call it.
 
-Jordan, Jin, Boza, You, Cesista, Newhouse and Bernstein, "Muon: an optimizer for hidden layers in neural networks", 2024.
+Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from mindnlp_dp.kernels.matmul import product as product_on_host
 
 ADJUSTMENTS = ("original", "match_rms_adamw")
 
@@ -29,6 +31,22 @@ def orthogonalize(matrix: Any, length: Any, group: Mapping[str, Any], product: C
         gram = product(x, x.T)
         x = a * x + product(b * gram + c * product(gram, gram), x)
     return x.T if is_tall else x
+
+
+def directions(gradient: Any, momentum: Any, group: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the new momentum, and the direction that is orthogonalized."""
+    rate = float(group["momentum"])
+    momentum = momentum + (1 - rate) * (gradient - momentum)
+    return momentum, gradient + rate * (momentum - gradient) if group["nesterov"] else momentum
+
+
+def orthogonalized(direction: np.ndarray, group: Mapping[str, Any]) -> np.ndarray:
+    """Return a direction with each of its packed matrices orthogonalized, on the host."""
+    axis = group["packed_axis"]
+    parts = np.split(direction, group["num_packed"], axis)
+    return np.concatenate(
+        [orthogonalize(part, frobenius_norm(part, group["eps"]), group, product_on_host) for part in parts], axis
+    )
 
 
 def frobenius_norm(matrix: np.ndarray, eps: float) -> np.float32:
