@@ -32,10 +32,10 @@ that of updates with one sequence of 16 tokens.
 With --estimate, one process trains three models, with and without recomputation; the growth of its resident memory from
 before the weights are created to the peak of an update is compared with the estimate.
 
-With --sequence, a small Llama trains on rows of 512 to 4,096 tokens, as many rows as ranks, with one rank (one row), by
-sequence parallelism on 2 and 4 ranks, and by data parallelism on 2. Every rank so computes as many tokens. The growth
-of a rank's peak resident memory over that of an update of rows of 16 tokens is given, and the time of an update, each
-on a core of its own for 1 and 2 ranks.
+With --sequence, a small Llama trains on rows of 512 to 4,096 tokens with one rank, by sequence parallelism on 2 and 4
+ranks, and by data parallelism on 2. The growth of a rank's peak resident memory over that of an update of 16 tokens is
+of updates with one row (one for each rank of data parallelism); the time is of updates with as many rows as ranks, in
+which every rank computes as many tokens.
 """
 
 from __future__ import annotations
@@ -263,9 +263,9 @@ def of_long_rows(args: argparse.Namespace) -> dict[str, Any]:
         lambda **columns: model(**columns).loss, optim.AdamW(parameters, lr=LEARNING_RATE), parameters, model=model,
         max_grad_norm=MAX_NORM, zero_stage=0,
     )  # fmt: skip
-    rows = group.world_size // mesh.dp_group.world_size
+    sharers = group.world_size // mesh.dp_group.world_size
 
-    def update(length: int) -> float:
+    def update(length: int, rows: int = 1) -> float:
         ids = np.random.default_rng(mesh.dp_group.rank).integers(3, LLAMA["vocab_size"], (rows, length))
         began = time.perf_counter()
         step({"input_ids": ids, "labels": ids})
@@ -276,12 +276,16 @@ def of_long_rows(args: argparse.Namespace) -> dict[str, Any]:
     reset_peak()
     update(LENGTH)
     # The memory of a longer row is kept for the next one, so every length is compared with the beginning.
-    before, found = peak_bytes(), {}
+    before = peak_bytes()
+    grown = {}
     for length in LENGTHS:
         update(length)
-        seconds = [update(length) for _ in range(3)]
-        grown = int(group.all_reduce(np.array([peak_bytes() - before]), op="max")[0])
-        found[str(length)] = {"bytes": grown, "seconds": statistics.median(seconds)}
+        update(length)
+        grown[length] = int(group.all_reduce(np.array([peak_bytes() - before]), op="max")[0])
+    found = {}
+    for length in LENGTHS:
+        seconds = [update(length, sharers) for _ in range(4)][1:]
+        found[str(length)] = {"bytes": grown[length], "seconds": statistics.median(seconds)}
     return found
 
 
@@ -393,14 +397,13 @@ def run_sequence(args: argparse.Namespace) -> dict[str, Any]:
         name: (job_of(__file__, "of_long_rows", num_ranks, "--mesh", name), {}) for name, num_ranks in names.items()
     }
     results = in_turns(jobs, args.repeats)
-    print(f"{machine()}; a Llama of 4 layers, as many rows as ranks, medians of {args.repeats} jobs")
+    print(f"{machine()}; a Llama of 4 layers, medians of {args.repeats} jobs")
     cells = []
     for length in map(str, LENGTHS):
         row, one = [length], [done[length]["bytes"] for done in results["sp=1"]]
         dp = [done[length]["seconds"] for done in results["dp=2"]]
         for name, done in results.items():
             grown, seconds = ([each[length][what] for each in done] for what in ("bytes", "seconds"))
-            # Each rank has as many tokens as one process with one row.
             row += [f"{statistics.median(grown) / 1e6:.0f}", f"{statistics.median(seconds):.2f}"]
             if name == "sp=2":
                 row += [f"{median_ratio(grown, one):.2f}", f"{median_ratio(seconds, dp):.2f}"]

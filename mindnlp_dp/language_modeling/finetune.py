@@ -58,7 +58,7 @@ def main() -> None:
             # The rewards of both answers are compared, and come with this column.
             label_names=["labels" if config.objective == "sft" else "reference"],
         )
-        task = prepared_on_host(config, splits, group)
+        task = prepared(config, splits, group)
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train), mesh.dp_group.world_size)
         report = train(config, args, task, group)
@@ -69,16 +69,25 @@ def main() -> None:
         print(f"\n{summary(report, Path(config.output_dir))}")
 
 
-def prepared_on_host(
+def prepared(
     config: LanguageModelingConfig, splits: Optional[ConversationSplits], group: dp.ProcessGroup
 ) -> LanguageModelingTask:
-    """Let the first rank of each host prepare the data, and return what it made on the host's ranks. A collective."""
-    here = group.local_rank == 0
-    # As bytes, because a host cannot open the file of another one. The ranks of a host are consecutive.
-    task = group.run_on(here, lambda: pickle.dumps(prepare_task(config, splits)), "preparing the data")
-    made = [each for each in group.all_gather_object(task)[: group.rank + 1] if each is not None]
-    found: LanguageModelingTask = pickle.loads(made[-1])
-    return found
+    """Let rank 0, which alone needs the files, prepare the data; return it on every rank. A collective."""
+
+    def prepare() -> bytes:
+        task = prepare_task(config, splits)
+        # The ranks of one host map the same file of rows, which other hosts do not have.
+        return pickle.dumps(task if group.local_world_size == group.world_size else in_memory(task))
+
+    packed = group.run_on_rank0(prepare, "preparing the data")
+    task = group.run_on(True, lambda: pickle.loads(packed), "opening the rows of tokens")
+    assert task is not None, "every rank opens them"
+    return task
+
+
+def in_memory(task: LanguageModelingTask) -> LanguageModelingTask:
+    """Return the data with rows that are not in a file."""
+    return replace(task, train=task.train.in_memory(), test=task.test.in_memory())
 
 
 def train(

@@ -6,7 +6,7 @@ Packed texts do not see each other: attention has a block-diagonal mask, and pos
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import numpy as np
@@ -71,6 +71,10 @@ class TokenRows:
         labels = np.where(codes & _HAS_LABEL, ids, IGNORED)
         row = {"input_ids": ids, "labels": labels, "texts": np.cumsum(codes & _BEGINS != 0) - 1}
         return row if self.reference is None else {**row, "reference": self.reference[index]}
+
+    def in_memory(self) -> TokenRows:
+        """Return a copy that is not in a file."""
+        return replace(self, codes=np.array(self.codes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A process of the same host opens the file, instead of having a copy of the tokens.

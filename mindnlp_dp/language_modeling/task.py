@@ -1,6 +1,6 @@
 """This module prepares the data, the tokenizer and the model of a job; finetune.py calls it.
 
-One rank of each host calls :func:`prepare_task`, and the host's other ranks receive its result.
+Rank 0 alone calls :func:`prepare_task`, and the other ranks receive its result.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import numpy as np
+import tokenizers
 from tokenizers import Tokenizer
 
 from mindnlp_dp.finetuning.arguments import chosen, held_out, repeated
@@ -176,8 +177,8 @@ def prepare_task(config: LanguageModelingConfig, read: Optional[ConversationSpli
         return TokenRows.of_codes(kept), num_truncated, num_without_labels
 
     settings = (
-        fast.to_str(), getattr(tokenizer, "chat_template", None), eos, config.template, config.max_length,
-        config.packing, end,
+        tokenizers.__version__, fast.to_str(), getattr(tokenizer, "chat_template", None), eos, config.template,
+        config.max_length, config.packing, end,
     )  # fmt: skip
     cached = [
         row_cache.cached(config.cache_dir, row_cache.key_of(split, settings), functools.partial(tokenize, split, name))

@@ -5,6 +5,7 @@ Full logits would take the memory that is saved by sharding them, so in training
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, Optional, Protocol, runtime_checkable
@@ -92,11 +93,13 @@ class ShardedHead:
             kwargs["decoder_input_ids"] = self._model._shift_right(labels)
         is_training = labels is not None and self._model.training
         forward, mean = self._forward, self._mean
-        if self._shards is not None:
-            self._shards.has_local_logits = is_training
-            if is_training and isinstance(forward, FusedLoss) and forward.is_used:
+        has_local_logits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._shards is not None and is_training:
+            has_local_logits = self._shards.local_logits()
+            if isinstance(forward, FusedLoss) and forward.is_used:
                 forward, mean = forward.without_head, forward.mean
-        outputs = forward(*args, **{**kwargs, "return_dict": True})
+        with has_local_logits:
+            outputs = forward(*args, **{**kwargs, "return_dict": True})
         logits = outputs.logits
         if not is_training:
             # Gathered by a differentiable operator: a custom loss, such as label smoothing, may use the logits.

@@ -186,6 +186,16 @@ def test_the_fused_loss_is_computed_from_each_ranks_tokens(group, kind, monkeypa
     assert seen == [44, rows * 6]
 
 
+def test_the_output_layer_alone_returns_the_logits_of_all_tokens(group):
+    """A custom loss may call the output layer itself, also after a training step whose logits were each rank's own."""
+    model = dp.parallelize(build("llama"), make_mesh())
+    train_on(model, [rows_of([8])])
+    ids = Tensor(np.ones((1, 9), np.int64))
+    logits = model.lm_head(model.model(input_ids=ids)[0])
+    assert logits.shape == (1, 9, VOCAB)
+    np.testing.assert_allclose(logits.asnumpy(), model(input_ids=ids)["logits"].asnumpy(), atol=1e-6)
+
+
 def test_a_custom_loss_of_the_logits(group):
     """Without labels the model returns the logits of all tokens, and their gradients reach all ranks' tokens."""
 

@@ -5,7 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
-from mindnlp_dp.language_modeling.row_cache import cached
+from mindnlp_dp.language_modeling.conversations import Conversation
+from mindnlp_dp.language_modeling.row_cache import cached, key_of
 from mindnlp_dp.language_modeling.rows import TokenRows
 
 
@@ -34,6 +35,28 @@ def test_broken_cache_is_made_again_and_a_whole_one_is_read(tmp_path, broken):
         assert each[0]["labels"].tolist() == [-100, 6, 7, -100, 6, 7]
         assert each[0]["texts"].tolist() == [0, 0, 0, 1, 1, 1]
         assert each[1]["input_ids"].tolist() == [5, 6, 7]
+
+
+def test_rows_for_other_hosts_do_not_need_the_file(tmp_path):
+    cached(str(tmp_path), "a", made)
+    rows, *_ = cached(str(tmp_path), "a", refuse)
+    sent = pickle.dumps(rows.in_memory())
+    [path] = tmp_path.iterdir()
+    path.unlink()
+    assert pickle.loads(sent)[0]["input_ids"].tolist() == [5, 6, 7, 5, 6, 7]
+
+
+def test_the_key_changes_with_texts_their_order_and_the_settings():
+    one, other = (Conversation([{"role": "user", "content": text}]) for text in ("a", "b"))
+    settings = ["tokenizer", 64]
+    keys = [
+        key_of(*arguments)
+        for arguments in (
+            ([one, other], settings), ([other, one], settings), ([one], settings), ([one, other], ["tokenizer", 65]),
+        )
+    ]  # fmt: skip
+    assert len(set(keys)) == 4
+    assert key_of([one, other], settings) == keys[0]
 
 
 def test_rows_stay_in_memory_without_a_writable_folder(tmp_path):

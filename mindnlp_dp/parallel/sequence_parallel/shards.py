@@ -12,6 +12,7 @@ a part of the sum of the ranks' losses; the exchange of gradients divides by the
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 from mindspore import Tensor, ops
 
@@ -44,6 +45,15 @@ class SequenceShards:
                 "process"
             )
         self.bounds = shard_bounds(length, self.group.world_size)
+
+    @contextlib.contextmanager
+    def local_logits(self) -> Iterator[None]:
+        """Compute the logits of this rank's tokens only in this block."""
+        self.has_local_logits = True
+        try:
+            yield
+        finally:
+            self.has_local_logits = False
 
     @property
     def length(self) -> int:
