@@ -138,7 +138,10 @@ def build_optimizer(config: ParallelConfig, model: Any) -> Any:
     """Return the optimizer of a job, or None for the Trainer's default, AdamW."""
     if config.optimizer == "adamw":
         return None
-    from mindnlp_dp.optim import LAMB, LARS, parameter_groups
+    from mindnlp_dp.optim import LAMB, LARS, Muon, muon_groups, parameter_groups
 
+    if config.optimizer == "muon":
+        groups = muon_groups(model, config.weight_decay)
+        return Muon(groups, lr=config.learning_rate, adjust_lr_fn="match_rms_adamw")
     kinds: dict[str, Any] = {"lamb": LAMB, "lars": LARS}
     return kinds[config.optimizer](parameter_groups(model, config.weight_decay), lr=config.learning_rate)

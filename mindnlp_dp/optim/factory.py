@@ -171,6 +171,20 @@ def warn_of_parameters_left_out(optimizer: Any, named: Iterable[tuple[str, Any]]
         )
 
 
+def check_matrices(optimizer: Any, model: Any) -> None:
+    """Raise ValueError if :class:`~mindnlp_dp.optim.Muon` would orthogonalize an embedding of this model."""
+    from mindnlp_dp.optim.muon import Muon, embedding_names
+
+    if isinstance(optimizer, Muon):
+        embeddings = embedding_names(model)
+        for parameter in (p for group in optimizer.param_groups if group["use_muon"] for p in group["params"]):
+            if id(parameter) in embeddings:
+                raise ValueError(
+                    f"{embeddings[id(parameter)]!r} is an embedding, which Muon does not suit; put it into a group "
+                    "with use_muon=False, or take the groups of mindnlp_dp.optim.muon_groups(model)"
+                )
+
+
 def _warn_of_small_types(optimizer: Any, window: GradientAccumulator) -> None:
     """Warn on the main rank that Adam's squared gradients underflow in float16."""
     optim = mindnlp_api().optim

@@ -24,7 +24,7 @@ from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.data_parallel.naive import ExternalReducer
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
-from mindnlp_dp.optim.factory import make_updater, warn_of_parameters_left_out
+from mindnlp_dp.optim.factory import check_matrices, make_updater, warn_of_parameters_left_out
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel, replicated_on_all_ranks
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
@@ -140,6 +140,7 @@ def make_train_step(
     if not is_plain:
         # An optimizer of mindspore.nn has exactly these parameters.
         warn_of_parameters_left_out(optimizer, named, group)
+        check_matrices(optimizer, model)
     window: GradientAccumulator
     if reducer is not None:
         window = ExternalReducer(parameters, reducer, group)

@@ -216,7 +216,13 @@ class DataParallelArgumentsBase(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._join_group()
+        # The libraries know no optimizer of this name.
+        is_muon = self.optim == "muon"
+        if is_muon:
+            self.optim = next(each.default for each in dataclasses.fields(TrainingArguments) if each.name == "optim")
         super().__post_init__()
+        if is_muon:
+            self.optim = "muon"
 
     def _join_group(self) -> None:
         """Check that these settings are valid for several ranks, and set ``local_rank``."""

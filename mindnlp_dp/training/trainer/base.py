@@ -7,6 +7,7 @@ data, gradient exchange and evaluation are in other packages; what differs betwe
 from __future__ import annotations
 
 import abc
+import ast
 import contextlib
 import inspect
 import os
@@ -395,6 +396,27 @@ class DataParallelTrainerBase(abc.ABC):
             columns=columns,
             **options,
         )
+
+    def create_optimizer(self, *args: Any) -> Any:
+        """Create the optimizer that the arguments name; ``optim="muon"`` is :class:`~mindnlp_dp.optim.Muon`."""
+        settings = self.args
+        if settings.optim != "muon" or self.optimizer is not None:  # type: ignore[has-type]
+            return super().create_optimizer(*args)  # type: ignore[misc]
+        # Importing MindNLP's optimizers takes seconds.
+        from mindnlp_dp.optim import Muon, muon_groups
+
+        options = (pair.partition("=") for pair in (settings.optim_args or "").replace(" ", "").split(",") if pair)
+        self.optimizer = Muon(
+            muon_groups(self.model, settings.weight_decay),
+            **{
+                "lr": settings.learning_rate,
+                "betas": (settings.adam_beta1, settings.adam_beta2),
+                "adamw_eps": settings.adam_epsilon,
+                "adjust_lr_fn": "match_rms_adamw",
+                **{name: ast.literal_eval(value) for name, _, value in options},
+            },
+        )
+        return self.optimizer
 
     def after_optimizer_step(self) -> None:
         """Call the callbacks' ``on_optimizer_step``; the scheduler has not stepped yet."""

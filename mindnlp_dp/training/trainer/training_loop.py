@@ -32,7 +32,7 @@ from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoi
 from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
 from mindnlp_dp.data_parallel.accumulation import MicroStep
-from mindnlp_dp.optim.factory import make_updater, warn_of_parameters_left_out
+from mindnlp_dp.optim.factory import check_matrices, make_updater, warn_of_parameters_left_out
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
@@ -116,6 +116,7 @@ class TrainingLoop:
         self.synchronizer = trainer.synchronizer(trainer.model)
         named = zip(self.synchronizer.names, self.synchronizer.parameters)
         warn_of_parameters_left_out(trainer.optimizer, named, self.group)
+        check_matrices(trainer.optimizer, trainer.model)
         self.train_step = self._make_train_step()
         self.run_state = Run(trainer.whole, self.train_step)
         trainer.state = TrainerState()
