@@ -217,7 +217,7 @@ class DataParallelArgumentsBase(TrainingArguments):
     def __post_init__(self) -> None:
         self._join_group()
         # The libraries know no optimizer of this name.
-        is_muon = self.optim == "muon"
+        is_muon = self.optim == "muon"  # type: ignore[has-type]
         if is_muon:
             self.optim = next(each.default for each in dataclasses.fields(TrainingArguments) if each.name == "optim")
         super().__post_init__()
