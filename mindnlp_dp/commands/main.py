@@ -219,6 +219,9 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--sequence", type=_positive, metavar="S", help="tokens a sample (default: the model's positions)"
     )
     command.add_argument(
+        "--optimizer", choices=("adamw", "muon"), default="adamw", help="of the matrices of layers (default: adamw)"
+    )
+    command.add_argument(
         "--lora-rank", type=_positive, metavar="R",
         help="train LoRA adapters of this rank in all products of the layers, all else being frozen",
     )  # fmt: skip

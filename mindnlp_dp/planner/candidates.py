@@ -62,6 +62,7 @@ class Candidates:
     zero_stage: Optional[int]
     schedules: Sequence[str]
     fill: float
+    optimizer: str = "adamw"
     rejected: list[Rejected] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class Candidates:
     def costs(self, sharing: StageParallelism, firsts: list[int]) -> StageCosts:
         key = (sharing, tuple(firsts))
         if key not in self._costs:
-            self._costs[key] = StageCosts(self.model, self.cluster, sharing, firsts)
+            self._costs[key] = StageCosts(self.model, self.cluster, sharing, firsts, self.optimizer)
         return self._costs[key]
 
     def zero(self, sharing: StageParallelism) -> int:
@@ -94,7 +95,7 @@ class Candidates:
 
     def uniform(self, firsts: list[int]) -> Iterator[Candidate]:
         n = self.cluster.num_devices
-        for pp, sharing in meshes(self.model, n, self.batch, len(firsts), self.reject):
+        for pp, sharing in meshes(self.model, n, self.batch, len(firsts), self.reject, optimizer=self.optimizer):
             name = mesh_name(sharing.mesh(pp))
             least_short = math.inf
             found = False
@@ -209,7 +210,7 @@ class Candidates:
                 [
                     (sharing, recompute)
                     for tp in divisors(size)
-                    if not tensor_problem(self.model, tp)
+                    if not tensor_problem(self.model, tp, self.optimizer)
                     for sharing in [StageParallelism(size // tp, tp)]
                     if total % sharing.dp == 0
                     for recompute in (False, True)
@@ -272,13 +273,19 @@ def most_following(fits: np.ndarray, schedule: str, num: int) -> np.ndarray:
 
 
 def meshes(
-    model: Model, num_devices: int, batch: int, num_layers: int, reject: Callable[[str, str], None]
+    model: Model,
+    num_devices: int,
+    batch: int,
+    num_layers: int,
+    reject: Callable[[str, str], None],
+    *,
+    optimizer: str = "adamw",
 ) -> Iterator[tuple[int, StageParallelism]]:
     """Yield the number of stages and the sharing of each possible mesh; call ``reject`` with each impossible one."""
     for sp, tp in itertools.product(divisors(num_devices), repeat=2):
         if num_devices % (sp * tp):
             continue
-        problem = tensor_problem(model, tp)
+        problem = tensor_problem(model, tp, optimizer)
         if problem:
             if sp == 1:
                 reject(f"tp={tp}", problem)
@@ -298,10 +305,12 @@ def meshes(
                     reject(mesh_name(sharing.mesh(pp)), problem)
 
 
-def mesh_problem(model: Model, pp: int, sharing: StageParallelism, batch: int, num_layers: int) -> str:
+def mesh_problem(
+    model: Model, pp: int, sharing: StageParallelism, batch: int, num_layers: int, *, optimizer: str = "adamw"
+) -> str:
     """Return why a mesh is impossible, apart from memory; "" if it is possible."""
     return (
-        tensor_problem(model, sharing.tp)
+        tensor_problem(model, sharing.tp, optimizer)
         or _stage_problem(model, pp, num_layers)
         or _expert_problem(model, sharing, pp)
         or _sequence_problem(model, sharing, pp)
@@ -309,8 +318,10 @@ def mesh_problem(model: Model, pp: int, sharing: StageParallelism, batch: int, n
     )
 
 
-def tensor_problem(model: Model, tp: int) -> str:
+def tensor_problem(model: Model, tp: int, optimizer: str = "adamw") -> str:
     """Return why tensors cannot be sharded over ``tp`` devices; "" if they can."""
+    if optimizer == "muon" and tp > 1:
+        return "Muon needs each whole matrix, of which ranks would have parts (tp > 1)"
     for name, number in model.divides.items():
         if number % tp:
             return f"{tp} does not divide {name}, {number}"

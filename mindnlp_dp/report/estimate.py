@@ -25,7 +25,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     if not is_given:
         n = args.devices
         meshes = [{"dp": n}, *({axis: n} for axis in ("tp", "pp", "ep", "sp") if n > 1)]
-    options = {"micro_batch": args.micro_batch_size, "precision": args.precision}
+    options = {"micro_batch": args.micro_batch_size, "precision": args.precision, "optimizer": args.optimizer}
     rows: list[dict[str, Any]] = []
     for mesh in meshes:
         try:
@@ -42,7 +42,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     trained = "" if model.trained == model.parameters else f" ({model.trained / 1e6:.1f} trained)"
     print(
         f"{model.name}: {model.parameters / 1e6:.1f} million parameters{trained}, {model.sequence} tokens a sample, "
-        f"{args.batch} samples an update, {args.precision}; MiB of a device of the heaviest stage"
+        f"{args.batch} samples an update, {args.precision}{', muon' if args.optimizer == 'muon' else ''}; MiB of a device of the heaviest stage"
     )
     width = max(len(row["mesh"]) for row in rows) + 2
     head = "".join(f"{name:>13}" for name in (*_COLUMNS, "total", "recomputed", "total"))
@@ -56,7 +56,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     written = [{**row, "kept": _bytes(row["kept"]), "recomputed": _bytes(row["recomputed"])} for row in rows]
     content = {
         "model": model.name, "parameters": model.parameters, "trained": model.trained, "sequence": model.sequence,
-        "batch": args.batch,
+        "batch": args.batch, "optimizer": args.optimizer,
     }  # fmt: skip
     return 0 if write_outputs({**content, "precision": args.precision, "rows": written}, args.json) else 1
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -31,6 +32,8 @@ from mindnlp_dp.planner.profiles.operators import (
 # Bytes per parameter: weights, gradients, optimizer. Mixed: weights and gradients of 2 bytes; the optimizer has weights
 # and two moments of 4. In float32, there are the gradient of a backward pass and the sum over a window.
 BYTES = {"mixed": (2, 2, 12), "float32": (4, 8, 8)}
+# Muon has one moment of a matrix, and AdamW two.
+OPTIMIZERS = ("adamw", "muon")
 
 _CUT = (COLUMN, ROW, VOCABULARY, EXPERT)
 
@@ -62,7 +65,7 @@ class SavedActivations:
 def memory_of(  # noqa: PLR0917
     model: Model, stage: Optional[tuple[int, int]] = None, tp: int = 1, dp: int = 1, zero_stage: int = 0,
     micro_batch: int = 1, recompute: bool = False, *, ep: int = 1, sp: int = 1, in_flight: int = 1,
-    precision: str = "mixed",
+    precision: str = "mixed", optimizer: str = "adamw",
 ) -> MemoryUse:  # fmt: skip
     """Estimate the bytes of a device that runs one stage of a pipeline.
 
@@ -77,7 +80,10 @@ def memory_of(  # noqa: PLR0917
         sp: sequence-parallel devices, each with a part of the tokens; ZeRO shards over them, too.
         in_flight: micro-batches between their forward and their backward pass (:func:`most_in_flight`).
         precision: "mixed" or "float32".
+        optimizer: "adamw", or "muon" for the matrices of layers.
     """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     first, last = stage or (0, len(model.graph.operators) - 1)
     numbers_from_one = {"tp": tp, "dp": dp, "ep": ep, "sp": sp, "micro_batch": micro_batch, "in_flight": in_flight}
     for name, number in numbers_from_one.items():
@@ -98,6 +104,7 @@ def memory_of(  # noqa: PLR0917
         kind: sum(o.parameters / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)
     }
     frozen = {kind: sum(o.frozen / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)}
+    matrices = [sum(matrix_numel(o) / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)]
     saved = [saved_of(o, roles[o.name], n) for o in operators]
     value = 2 if precision == "mixed" else 4
     kept = [value * s.values + s.masks for s in saved]
@@ -111,17 +118,25 @@ def memory_of(  # noqa: PLR0917
         activations = micro_batch * in_flight * sum(kept)
     return parameter_memory(
         numbers[False], numbers[True], frozen[False], frozen[True], dp=dp * sp, ep=ep, zero_stage=zero_stage,
-        precision=precision, activations=activations,
+        precision=precision, activations=activations, matrices=matrices if optimizer == "muon" else (0.0, 0.0),
     )  # fmt: skip
+
+
+def matrix_numel(operator: Operator) -> float:
+    """Return the number of trained parameters that are matrices of a layer."""
+    is_matrix = operator.layer is not None and operator.kind in ("matmul", "experts")
+    return operator.trained if is_matrix else 0.0
 
 
 def parameter_memory(
     parameters: float, expert_parameters: float = 0.0, frozen: float = 0.0, frozen_experts: float = 0.0, *, dp: int = 1,
     ep: int = 1, zero_stage: int = 0, precision: str = "mixed", activations: float = 0.0,
+    matrices: Sequence[float] = (0.0, 0.0),
 ) -> MemoryUse:  # fmt: skip
     """Return the memory for these parameters; expert ones are replicated over ``dp``, others over ``dp * ep``.
 
-    Of them, ``frozen`` and ``frozen_experts`` have neither a gradient nor an optimizer state.
+    Of them, ``frozen`` and ``frozen_experts`` have neither a gradient nor an optimizer state. Of ``matrices``, dense
+    and of experts, the optimizer has a moment of 4 bytes less.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")
@@ -134,6 +149,8 @@ def parameter_memory(
             (parameters, expert_parameters) if not kinds else (parameters - frozen, expert_parameters - frozen_experts)
         )
         kinds.append(size * (dense / (dp * ep if is_sharded else 1) + experts / (dp if is_sharded else 1)))
+    shares = (dp * ep, dp) if zero_stage else (1, 1)
+    kinds[2] -= sum(4 * numel / share for numel, share in zip(matrices, shares))
     return MemoryUse(kinds[0], kinds[1], kinds[2], activations)
 
 
