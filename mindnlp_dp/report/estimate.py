@@ -40,9 +40,10 @@ def run_estimate(args: argparse.Namespace) -> int:
             if is_given or mesh == meshes[0]:
                 raise
     trained = "" if model.trained == model.parameters else f" ({model.trained / 1e6:.1f} trained)"
+    named = "" if args.optimizer == "adamw" else f", {args.optimizer}"
     print(
         f"{model.name}: {model.parameters / 1e6:.1f} million parameters{trained}, {model.sequence} tokens a sample, "
-        f"{args.batch} samples an update, {args.precision}{', muon' if args.optimizer == 'muon' else ''}; MiB of a device of the heaviest stage"
+        f"{args.batch} samples an update, {args.precision}{named}; MiB of a device of the heaviest stage"
     )
     width = max(len(row["mesh"]) for row in rows) + 2
     head = "".join(f"{name:>13}" for name in (*_COLUMNS, "total", "recomputed", "total"))
