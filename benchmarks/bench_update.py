@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "two": (job_of(__file__, "stages", 2, *flags, "zero_stage=0", "auto"), {}),
     }
     if args.torch_python:
-        job = "update_muon" if args.optimizer == "muon" else "update"
+        job = "update muon" if args.optimizer == "muon" else "update"
         jobs["torch_one"] = (gloo(args.torch_python, job, 1), {})
         jobs["torch_two"] = (gloo(args.torch_python, job, 2), {})
     results = in_turns(jobs, args.repeats)
