@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Optional
 
 import mindspore
-import numpy as np
 
-from mindnlp_dp.optim.newton_schulz import ADJUSTMENTS, adjustment, directions, orthogonalize, orthogonalized
-from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
+from mindnlp_dp.optim.newton_schulz import ADJUSTMENTS, adjustment, directions, orthogonalize
+from mindnlp_dp.runtime.arrays import set_weight
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 # Patterns of the names of modules whose weight has several matrices of equal size side by side, and their number.
@@ -90,22 +89,10 @@ class Muon(mindnlp_api().optim.AdamW):  # type: ignore[misc]
         finally:
             for group, everything in zip(groups, whole):
                 group["params"] = everything
-        on_host = mindspore.get_context("device_target") == "CPU"
         for group in groups:
             for parameter in group["params"] if group["use_muon"] else ():
                 if parameter.grad is not None:
-                    (self._move_on_host if on_host else self._move)(parameter, self.state[parameter], group)
-
-    @staticmethod
-    def _move_on_host(parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        gradient, weights = to_host(parameter.grad).astype(np.float32), to_host(parameter)
-        momentum = to_host(state["momentum_buffer"]) if "momentum_buffer" in state else np.zeros_like(gradient)
-        momentum, direction = directions(gradient, momentum, group)
-        state["momentum_buffer"] = from_host(momentum, "float32")
-        step = group["lr"] * adjustment(parameter.shape, group)
-        moved = weights * np.float32(1 - group["lr"] * group["weight_decay"])
-        moved -= np.float32(step) * orthogonalized(direction, group)
-        set_weight(parameter, from_host(np.ascontiguousarray(moved), dtype_name(parameter)))
+                    self._move(parameter, self.state[parameter], group)
 
     @staticmethod
     def _move(parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
