@@ -101,10 +101,12 @@ class Muon(mindnlp_api().optim.AdamW):  # type: ignore[misc]
         momentum = state.get("momentum_buffer")
         momentum, direction = directions(gradient, ops.zeros_like(gradient) if momentum is None else momentum, group)
         state["momentum_buffer"] = momentum
-        parts = [
-            orthogonalize(part, ops.maximum((part * part).sum().sqrt(), float(group["eps"])), group, ops.matmul)
-            for part in ops.chunk(direction, group["num_packed"], group["packed_axis"])
-        ]
+        parts = []
+        for part in ops.chunk(direction, group["num_packed"], group["packed_axis"]):
+            # Squares of the largest float32 numbers would overflow.
+            largest = ops.maximum(part.abs().max(), 1e-30)
+            length = ((part / largest) ** 2).sum().sqrt() * largest
+            parts.append(orthogonalize(part, ops.maximum(length, float(group["eps"])), group, ops.matmul))
         step = group["lr"] * adjustment(parameter.shape, group)
         moved = parameter * (1 - group["lr"] * group["weight_decay"]) - step * ops.cat(parts, group["packed_axis"])
         set_weight(parameter, moved.astype(parameter.dtype))
