@@ -27,7 +27,7 @@ class LanguageModelingConfig(ParallelConfig):
     beta: float = setting(0.1, "how much the preferences count: beta of dpo, ipo and simpo, lambda of orpo")
     simpo_gamma: float = setting(0.5, "simpo: the margin that the rewards of two answers should have")
     packing: bool = setting(False, "put several texts into one row of max_length tokens; none sees the others")
-    cache_dir: str = setting("~/.cache/mindnlp_dp", "folder that keeps the tokens of the data for later runs")
+    cache_dir: str = setting("~/.cache/mindnlp_dp", "folder that keeps the tokens for later runs; empty: none")
     output_dir: str = setting("outputs/finetune_llm", "output folder for the report, the plot and the model")
 
     model: str = setting(FROM_SCRATCH, "tiny: a Llama from scratch; or a pretrained model, hub name or folder")

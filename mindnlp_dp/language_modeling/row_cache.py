@@ -36,7 +36,12 @@ def key_of(conversations: Sequence[Conversation], settings: Sequence[Any]) -> st
 
 
 def cached(folder: str, key: str, make: Callable[[], Split]) -> Split:
-    """Return the split from its file, which is made if it is missing or broken; from memory if it cannot be written."""
+    """Return the split from its file, which is made if it is missing or broken.
+
+    Rows stay in memory if the file cannot be written, or without a folder.
+    """
+    if not folder:
+        return make()
     path = Path(folder).expanduser() / f"{key}.rows"
     found = _read(path, key)
     if found is None:

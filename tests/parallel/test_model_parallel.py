@@ -829,7 +829,7 @@ def test_meshes_that_cannot_be(group):
     n = group.world_size
     with pytest.raises(ValueError, match=rf"dp={n + 1} does not make {n} ranks"):
         dp.init_device_mesh({"dp": n + 1})
-    with pytest.raises(ValueError, match="a mesh has axes dp, pp, ep, tp, got 'cp'"):
+    with pytest.raises(ValueError, match="a mesh has axes dp, pp, ep, sp, tp, got 'cp'"):
         dp.init_device_mesh({"cp": n})
     with pytest.raises(ValueError, match="must be a whole number from 1 on"):
         dp.init_device_mesh({"dp": 0})
@@ -845,8 +845,9 @@ def test_meshes_that_cannot_be(group):
             if group.library_without(Operation.MESSAGES):
                 with pytest.raises(ValueError, match=r"before MindSpore 2.8, which has no messages .*; MPI has"):
                     dp.init_device_mesh({"pp": n})
-            with pytest.raises(ValueError, match="which has no all-to-all"):
-                dp.init_device_mesh({"ep": n})
+            for axis in ("ep", "sp"):
+                with pytest.raises(ValueError, match=f"{axis}={n} cannot be under .*, which has no all-to-all"):
+                    dp.init_device_mesh({axis: n})
 
 
 @needs_mpi

@@ -59,7 +59,10 @@ def test_the_key_changes_with_texts_their_order_and_the_settings():
     assert key_of([one, other], settings) == keys[0]
 
 
-def test_rows_stay_in_memory_without_a_writable_folder(tmp_path):
+def test_rows_stay_in_memory_without_a_writable_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(cached("", "a", made)[0]) == 2
+    assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     rows, *_ = cached(str(tmp_path / "file"), "a", made)
     assert len(rows) == 2
