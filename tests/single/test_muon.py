@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mindspore
 import numpy as np
 import pytest
@@ -218,3 +220,11 @@ def test_gpt2s_packed_projections_are_three_matrices_each():
     assert [number for number, names in enumerate(found) if "transformer.wte.weight" in names] == [2]
     assert not groups[2]["use_muon"]
     assert sum(map(len, found)) == len(list(model.parameters()))
+
+
+def test_tensor_parallelism_is_refused_in_a_sentence():
+    matrix = parameter(3, 4)
+    synchronizer = dp.GradientSynchronizer([matrix], dp.init_process_group(), overlap=False)
+    scope = SimpleNamespace(is_whole=False, has_cut_parameters=True)
+    with pytest.raises(ValueError, match=r"Muon needs each whole matrix, of which ranks have parts \(tp > 1\)"):
+        make_updater(Muon([matrix]), synchronizer, 0, scope=scope)
