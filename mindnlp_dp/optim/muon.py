@@ -155,8 +155,8 @@ def muon_groups(
 
     Muon gets the weights of linear layers. AdamW gets the rest: embeddings, also one that the head shares; the head of
     a library's model, which is what is outside of its ``base_model``; convolutions; biases and the weights of
-    normalization layers, which have no weight decay. In a model of your own no head is known: take its parameters out
-    of the first group if it has one.
+    normalization layers, which have no weight decay. In other models no head is known: take its parameters out of the
+    first group if there is one.
 
     Args:
         packed: patterns of the names of modules whose output consists of several projections of equal size, and their
