@@ -49,7 +49,9 @@ def updates(variant: str, group: Any, kind: str) -> Callable[[], dict[str, float
     parameters = list(model.parameters())
     optimizer = optim.AdamW(parameters, lr=LEARNING_RATE)
     if kind == "muon":
-        optimizer = dp.optim.Muon(dp.optim.muon_groups(model), lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw")
+        from mindnlp_dp.optim import Muon, muon_groups
+
+        optimizer = Muon(muon_groups(model), lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw")
     rng = np.random.default_rng(group.rank)
     arrays = [rng.standard_normal(p.shape, np.float32) * np.float32(DEVIATION) for p in parameters]
 
