@@ -24,7 +24,7 @@ _NEARLY = 1.05
 
 
 def exchanges(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the exchange times of one window for each candidate, measured in turns, on the slowest rank."""
+    """Return the exchange times of one update for each candidate, measured in turns, on the slowest rank."""
     import mindspore
 
     import mindnlp_dp as dp
@@ -39,7 +39,7 @@ def exchanges(args: argparse.Namespace) -> dict[str, Any]:
             sync = dp.GradientSynchronizer(
                 parameters, group, bucket_cap_mb=cap, overlap=False, compression=args.compression or None
             )
-            # The first window allocates the memory, so it does not count.
+            # The first update allocates the memory, so it does not count.
             sync(gradients)
             group.barrier()
             began = time.perf_counter()

@@ -78,7 +78,7 @@ def exchanges(args: argparse.Namespace) -> dict[str, Any]:
 
     import mindnlp_dp as dp
     from mindnlp_dp.communication.gradient_channel import open_gradient_channel
-    from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
+    from mindnlp_dp.communication.transports.mpi.mpi_transport import MPIChannel
     from mindnlp_dp.runtime.arrays import fingerprint
 
     backend = args.backend

@@ -133,7 +133,7 @@ def reads_of_update(micro_steps: int) -> int:
     from mindnlp.core import nn, optim
 
     from mindnlp_dp.communication.process_group import ProcessGroup
-    from mindnlp_dp.communication.transports.mindspore.transport import MindSporeTransport
+    from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeTransport
 
     sys.path.insert(0, str(ROOT / "tests"))
     from stand_in_device import StandInDevice
@@ -147,12 +147,12 @@ def reads_of_update(micro_steps: int) -> int:
             accumulation_steps=micro_steps, max_grad_norm=1.0,
         )  # fmt: skip
         batch = mindspore.Tensor(np.ones((4, 2), np.float32))
-        window = batch if micro_steps == 1 else [batch] * micro_steps
+        micro_batches = batch if micro_steps == 1 else [batch] * micro_steps
         # In the first updates losses are compared, and the order of the gradients is learned.
         for _ in range(6):
-            step(window)
+            step(micro_batches)
         with counted_reads() as found:
-            step(window)
+            step(micro_batches)
     return sum(found.values())
 
 

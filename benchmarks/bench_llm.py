@@ -113,7 +113,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
 def estimated_bytes(is_lora: bool, num_ranks: int) -> float:
     """Return the memory that the planner expects of a device."""
     from mindnlp_dp.planner import load_model
-    from mindnlp_dp.planner.estimate import estimate
+    from mindnlp_dp.planner.estimate_memory import estimate
 
     config = {
         **SIZES, "model_type": "llama", "intermediate_size": INNER, "max_position_embeddings": LENGTH,

@@ -70,7 +70,7 @@ from common import (
 )
 from train_bert import LABELS, LEARNING_RATE, MAX_NORM, make_bert
 
-from mindnlp_dp.schedules.mesh_spec import mesh_name
+from mindnlp_dp.runtime.mesh_spec import mesh_name
 
 RANKS = (1, 2, 4)
 LENGTH = 16
@@ -252,7 +252,7 @@ def of_long_rows(args: argparse.Namespace) -> dict[str, Any]:
     from mindnlp.transformers import LlamaConfig, LlamaForCausalLM
 
     import mindnlp_dp as dp
-    from mindnlp_dp.schedules.mesh_spec import parse_mesh
+    from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
     group = dp.init_process_group()
     mesh = dp.init_device_mesh(parse_mesh(args.mesh))
@@ -371,7 +371,7 @@ def run_large(args: argparse.Namespace) -> dict[str, Any]:
 def run_estimate(args: argparse.Namespace) -> dict[str, Any]:
     """Compare the peak memory of three models with what ``mindnlp-dp estimate`` says."""
     from mindnlp_dp.planner import load_model
-    from mindnlp_dp.planner.estimate import estimate
+    from mindnlp_dp.planner.estimate_memory import estimate
 
     print(f"{machine()}; growth of the peak memory of one process by training, MB")
     cells, numbers = [], {}

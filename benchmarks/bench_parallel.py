@@ -11,7 +11,7 @@ language model with two narrow layers and 60,000 words. Each rank has one core.
 * sent: the bytes per update that a rank hands to the all-reduces of tensor parallelism, to the next and the previous
   stage, and to the gradient exchange; and their ratio to the formula.
 * memory: the growth of a rank's own memory (PSS) by weights (read from a file into an empty model), gradients and
-  optimizer state, after the backward pass of one short sequence; and its ratio to mindnlp_dp.parallel.memory.
+  optimizer state, after the backward pass of one short sequence; and its ratio to mindnlp_dp.parallel.model_memory.
 * bubble: the bubble of GPipe and 1F1B with two equal stages and 8 micro-batches, from the trace, over (S-1)/(B+S-1).
 * operator: the time of an all-reduce of 64 KiB as an operator in a model, and by the transport alone.
 """
@@ -77,7 +77,7 @@ def job(args: argparse.Namespace) -> dict[str, Any]:
     if args.job == "save":
         build(args.model).save_pretrained(args.weights)
         return {}
-    from mindnlp_dp.schedules.mesh_spec import parse_mesh
+    from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
     mesh = dp.init_device_mesh(parse_mesh(args.mesh))
     if args.job == "memory":
@@ -87,12 +87,12 @@ def job(args: argparse.Namespace) -> dict[str, Any]:
     model.set_train(True)
 
     rows = ROWS // args.micro_steps // mesh.dp_group.world_size
-    window = [make_batch(args.model, rows)] * args.micro_steps
+    micro_batches = [make_batch(args.model, rows)] * args.micro_steps
     step = make_step(dp, model, args.micro_steps)
     counts = {"tensor": 0}
     count_all_reduces(mesh.group("tp"), counts)
     for _ in range(2):
-        step(window)
+        step(micro_batches)
     counts["tensor"], sent, gradients = 0, wire_bytes(model), step.synchronizer.num_bytes
     times, bubbles = [], []
     for _ in range(args.steps):
@@ -100,7 +100,7 @@ def job(args: argparse.Namespace) -> dict[str, Any]:
         trace_passes(model, spans)
         world.barrier()
         began = time.perf_counter()
-        step(window)
+        step(micro_batches)
         times.append(time.perf_counter() - began)
         if spans:
             bubbles.append(bubble_of(mesh.group("pp"), spans))
@@ -186,7 +186,7 @@ def bubble_of(group: Any, spans: list[tuple[str, float, float]]) -> float:
 
 def memory(dp: Any, world: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Return the growth of a rank's memory until the gradients have been exchanged, and the predicted bytes."""
-    from mindnlp_dp.parallel.memory import memory_of
+    from mindnlp_dp.parallel.model_memory import memory_of
 
     # A tiny model trains first, so that everything is loaded and compiled before the measurement.
     MODELS["tiny"] = {**MODELS["bert"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}

@@ -24,8 +24,8 @@ import numpy as np
 from common import machine, print_table, run_benchmark
 
 from mindnlp_dp.commands.calibrate.fit import measure_cluster
+from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
 from mindnlp_dp.planner import choose_strategies, load_cluster, load_model, plan, predict, slice_stages
-from mindnlp_dp.schedules.pipeline import SCHEDULES
 
 MESHES: tuple[dict[str, int], ...] = ({"dp": 2}, {"tp": 2}, {"pp": 2}, {"sp": 2})
 

@@ -242,11 +242,11 @@ def by_custom_loop(task: Task, model: Any, rows: Any, batch: tuple[int, int], fo
     step = dp.make_train_step(
         lambda **columns: task.loss_of(model, columns), optim.SGD(parameters, lr=RATE), parameters, model=model,
         accumulation_steps=accumulation, max_grad_norm=1.0, zero_stage=0,
-        weight_of=task.loss_weight or ((lambda batch: len(batch.indices)) if task.loss else None),
+        loss_weight_of=task.loss_weight or ((lambda batch: len(batch.indices)) if task.loss else None),
     )  # fmt: skip
     model.train()
-    for window in dp.make_loader(rows, size, accumulation, shuffle=False, collate=task.collate).windows():
-        step(window if accumulation > 1 else window[0])
+    for micro_batches in dp.make_loader(rows, size, accumulation, shuffle=False, collate=task.collate).updates():
+        step(micro_batches if accumulation > 1 else micro_batches[0])
     return model
 
 
@@ -286,9 +286,9 @@ def difference(task: Task, way: str, mesh: Optional[str], accumulation: int, fol
     build, read = task.make, weights
     num_ranks = group.world_size
     if mesh is not None:
-        from cut_models import whole_weights
+        from sharded_models import whole_weights
 
-        from mindnlp_dp.schedules.mesh_spec import parse_mesh
+        from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
         dp.init_device_mesh(parse_mesh(mesh))
         num_ranks = dp.get_device_mesh().dp_group.world_size

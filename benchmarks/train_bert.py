@@ -62,12 +62,12 @@ def make_bert(*, pretrained: Optional[str] = None, **sizes: int) -> Any:
 
 def update_stages(optimizer: Any, synchronizer: Any, zero_stage: Any = "auto") -> Callable[[], Iterable[str]]:
     """Return a function that does our update after a backward pass and yields after each of its stages."""
-    from mindnlp_dp.optim.factory import make_updater
+    from mindnlp_dp.optim.updater_factory import make_updater
 
     updater = make_updater(optimizer, synchronizer, zero_stage=zero_stage)
 
     def stages() -> Iterable[str]:
-        averaged = updater.average(synchronizer)
+        averaged = updater.receive(synchronizer.reduce(in_place=updater.reads_buckets), synchronizer)
         yield "exchange"
         averaged, _ = updater.clip(averaged, MAX_NORM)
         yield "clip"
@@ -135,7 +135,7 @@ class Step:
         return {"step": time.perf_counter() - began, "exposed": 0.0, "sent": 0}
 
     def _ours(self) -> dict[str, float]:
-        from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
+        from mindnlp_dp.communication.transports.mpi.mpi_transport import MPIChannel
         from mindnlp_dp.runtime.random_state import seeded
 
         channel = self.sync.channel

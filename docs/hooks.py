@@ -1,7 +1,8 @@
 """Adds tables of arguments to pages when MkDocs builds them, and tidies docstrings.
 
 A line such as ``<!-- arguments: FILE CLASS -->`` becomes a table with a row for each field of that dataclass. Source is
-read, not imported: a build needs neither MindSpore nor MindNLP.
+read, not imported: a build needs neither MindSpore nor MindNLP. ``python docs/hooks.py`` writes the list of all files
+into architecture.md, from the first sentences of their docstrings.
 """
 
 from __future__ import annotations
@@ -88,3 +89,37 @@ def _file_of(file: Path, statement: ast.ImportFrom) -> Path:
     parts = (statement.module or "").split(".") if statement.module else []
     module = (file.parents[statement.level - 1] if statement.level else ROOT).joinpath(*parts)
     return module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+
+
+def file_list(package: Path) -> str:
+    """Return the files of a package as an indented list, each with the first sentence of its docstring."""
+    lines = [f"{package.name}/"]
+
+    def add(name: str, file: Path, depth: int) -> None:
+        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        first = re.split(r"[.:;](?:\s|$)|\n\n", docstring)[0]
+        sentence = re.sub(r":\w+:`~?([^`]+)`|``([^`]+)``", r"\1\2", " ".join(first.split()))
+        sentence = re.sub(r"^(This|These) \w+ ", "", sentence)
+        lines.append(f"{'  ' * depth + name:<34}{sentence[:1].upper()}{sentence[1:]}")
+
+    def walk(folder: Path, depth: int) -> None:
+        entries = [entry for entry in folder.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()]
+        for entry in sorted(entries, key=lambda entry: (entry.is_dir(), entry.name)):
+            if entry.is_dir():
+                add(f"{entry.name}/", entry / "__init__.py", depth)
+                walk(entry, depth + 1)
+            elif entry.name != "__init__.py" or depth == 1:
+                add(entry.name, entry, depth)
+
+    walk(package, 1)
+    return "\n".join(lines)
+
+
+def write_file_list(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    files = file_list(ROOT / "mindnlp_dp")
+    page.write_text(re.sub(r"(?ms)^mindnlp_dp/\n.*?(?=\n```$)", lambda _: files, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_file_list(ROOT / "docs" / "architecture.md")

@@ -44,7 +44,7 @@ run = dp.FunctionalRun(folder, network, step, train)
 if run.resume() and group.is_main:
     print(f"continuing after update {step.num_updates}", flush=True)
 
-for batch in run.windows(EPOCHS):
+for batch in run.updates(EPOCHS):
     step(batch)
     if step.num_updates % SAVE_EVERY == 0:
         mean_loss = step.mean_loss()

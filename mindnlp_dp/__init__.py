@@ -38,7 +38,7 @@ _HOME = {
     "GlobalBatchSampler": "data.sampler",
     "make_loader": "data.dataset_adapter",
     "PaddingCollator": "data.padding",
-    "NaiveGradientSynchronizer": "data_parallel.naive",
+    "NaiveGradientSynchronizer": "data_parallel.naive_synchronizer",
     "GradientSynchronizer": "data_parallel.synchronizer",
     "make_train_step": "training.make_train_step",
     "FunctionalRun": "training.resumable_run",
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from mindnlp_dp.data.loss_weight import count_labels as count_labels
     from mindnlp_dp.data.padding import PaddingCollator as PaddingCollator
     from mindnlp_dp.data.sampler import GlobalBatchSampler as GlobalBatchSampler
-    from mindnlp_dp.data_parallel.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
+    from mindnlp_dp.data_parallel.naive_synchronizer import NaiveGradientSynchronizer as NaiveGradientSynchronizer
     from mindnlp_dp.data_parallel.sync_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer as GradientSynchronizer
     from mindnlp_dp.parallel.device_mesh import DeviceMesh as DeviceMesh

@@ -1,4 +1,4 @@
-"""Provide parameters with known gradients, and accumulation windows of them, for the overlap tests."""
+"""Provide parameters with known gradients, and updates with them, for the overlap tests."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class KnownGradients:
         return [p.grad for p in self.trainable]
 
 
-def window(sync, micro, rank, number, weights=(1.0,)):
-    """Run one window with a micro step for each weight; None: this rank has no such micro-batch."""
+def run_update(sync, micro, rank, number, weights=(1.0,)):
+    """Run one update with a micro step for each weight; None: this rank has no such micro-batch."""
     for step, weight in enumerate(weights):
         if weight is None:
             continue

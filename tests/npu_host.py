@@ -45,7 +45,7 @@ import sys
 if "mindnlp_dp.launch.processes.worker" in sys.orig_argv:
     import mindspore
 
-    from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel, MindSporeTransport
+    from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel, MindSporeTransport
 
     def reduce_scatter_async(self, x):
         length = x.shape[0] // self.world_size

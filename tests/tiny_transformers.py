@@ -139,8 +139,8 @@ def train(model: Any, kind: str, pieces: Any, *, num_updates: int = 5, group: An
     )  # fmt: skip
     step.norms = []
     for number in range(num_updates):
-        window = pieces(batch(kind, 8, number))
-        step(window if num_micro_steps > 1 else window[0])
+        micro_batches = pieces(batch(kind, 8, number))
+        step(micro_batches if num_micro_steps > 1 else micro_batches[0])
         step.norms.append(step.grad_norm)
     return step
 

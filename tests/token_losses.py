@@ -44,7 +44,7 @@ def together_and_alone(group, folder, name, accumulation_steps, trainer_class=No
     """Train with all ranks, and in one process; ``p`` is the probability of dropout."""
     model_class = find(name)
     before = weights(build(model_class))
-    # The last window is incomplete, and so is its last micro-batch.
+    # The last update is incomplete, and so is its last micro-batch.
     rows = samples(model_class, build(model_class), 4 * group.world_size * accumulation_steps + 3)
     model = build(model_class, dropout=p)
     mine = train(model, rows, folder, trainer_class, **settings(group, accumulation_steps, **more))

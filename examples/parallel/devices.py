@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 import mindnlp_dp as dp
-from mindnlp_dp.parallel.memory import memory_of
+from mindnlp_dp.parallel.model_memory import memory_of
 
 # Of a picture's gigabyte, bytes here.
 MEGABYTE = 2**20

@@ -72,11 +72,11 @@ def main() -> None:
     rng = np.random.default_rng(mesh.dp_group.rank)
     losses = []
     for _ in range(5):
-        window = [
+        micro_batches = [
             {"x": rng.standard_normal((8, width)).astype(np.float32), "targets": np.ones((8, out), np.float32)}
             for _ in range(4)
         ]
-        losses.append(step(window))
+        losses.append(step(micro_batches))
     show(model, mesh, args.scale, CAPACITY, losses)
 
 

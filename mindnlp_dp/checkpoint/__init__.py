@@ -6,7 +6,7 @@ folder with the model and the rest of the run's state, which is packed as a tree
     checkpoint-200/
         checkpoint.json      the tree's outline; size and hash of every other file; written last
         state.safetensors    the tree's arrays: optimizer moments
-        state-R-of-N.safetensors    those that ranks shard, with sharded_checkpoints (shards.py)
+        state-R-of-N.safetensors    those that ranks shard, with sharded_checkpoints (shard_files.py)
         model.safetensors    the weights (large models: several such files), beside MindNLP's config.json
         ...                  what else the writer of the model puts there
 

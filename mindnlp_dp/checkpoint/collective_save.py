@@ -24,7 +24,7 @@ from typing import Any, Optional
 from mindnlp_dp.checkpoint.background import BackgroundWriter, Step
 from mindnlp_dp.checkpoint.directory import WORKSPACE
 from mindnlp_dp.checkpoint.manifest import RunId
-from mindnlp_dp.checkpoint.shards import ShardFiles
+from mindnlp_dp.checkpoint.shard_files import ShardFiles
 from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state
 from mindnlp_dp.checkpoint.writer import publish_checkpoint, write_checkpoint, write_files
 from mindnlp_dp.communication.process_group import ProcessGroup
@@ -74,7 +74,7 @@ def write_together(
     if not sharded or checkpoint.state is None:
         with workspace_in(folder, group, checkpoint.gathers_model) as workspace:
             write_model = checkpoint.model_writer(workspace)
-            group.run_on(saves, lambda: _save_whole(checkpoint, write_model, background), _DOING)
+            group.run_on(saves, lambda: _save_full(checkpoint, write_model, background), _DOING)
     elif background is None:
         with workspace_in(folder, group) as workspace:
             _save_shards(checkpoint, group, workspace)
@@ -82,7 +82,7 @@ def write_together(
         _start_saving_shards(checkpoint, group, background)
 
 
-def _save_whole(
+def _save_full(
     checkpoint: NewCheckpoint, write_model: Callable[[Path], None], background: Optional[BackgroundWriter]
 ) -> None:
     path, run, then = checkpoint.path, checkpoint.run, checkpoint.then

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from mindnlp_dp.checkpoint.shards import open_sharded_arrays
+from mindnlp_dp.checkpoint.shard_files import open_sharded_arrays
 from mindnlp_dp.checkpoint.state_tree import array_names
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.job_context import job_id

@@ -1,6 +1,6 @@
 """This module reads the files of a checkpoint on rank 0.
 
-parallel/replicated_model.py calls it, and sends the result to every rank.
+parallel/distributed_model.py calls it, and sends the result to every rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES, STATE, CheckpointError, check_checkpoint
-from mindnlp_dp.checkpoint.shards import open_sharded_arrays
+from mindnlp_dp.checkpoint.shard_files import open_sharded_arrays
 from mindnlp_dp.checkpoint.state_tree import PackedState
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import all_names, transient_buffers
@@ -38,14 +38,14 @@ def read_weights(model: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder} holds no weights: {MODEL_FILES} is missing")
     by_name = all_names(model)
     # Files from other versions of a library may hold these buffers; today's state dicts do not.
-    passed_over = {name for name, _ in transient_buffers(model)}
+    skipped = {name for name, _ in transient_buffers(model)}
     read: set[int] = set()
     for path in files:
         try:
             with safe_open(path, "np") as file:
                 names = file.keys()
                 for name in names:
-                    if name in passed_over:
+                    if name in skipped:
                         continue
                     _read_weight(by_name.get(name), name, file.get_tensor(name), path)
                     read.add(id(by_name[name]))

@@ -51,13 +51,15 @@ def array_names(outline: Any) -> Iterator[str]:
 def sharded_layouts(outline: Any) -> dict[str, tuple[FlatLayout, str]]:
     """Return the layouts and the types of the sharded arrays in an outline, by name."""
     if isinstance(outline, list):
-        return {name: told for item in outline for name, told in sharded_layouts(item).items()}
+        return {name: described for item in outline for name, described in sharded_layouts(item).items()}
     if not isinstance(outline, dict):
         return {}
     if SHARDED in outline:
-        told = outline[SHARDED]
-        cut = Shard(*told["cut"]) if told["cut"] else None
-        return {outline[TENSOR]: (FlatLayout(tuple(told["shape"]), cut, told["num_parts"]), outline["dtype"])}
+        described = outline[SHARDED]
+        shard = Shard(*described["shard"]) if described["shard"] else None
+        return {
+            outline[TENSOR]: (FlatLayout(tuple(described["shape"]), shard, described["num_shards"]), outline["dtype"])
+        }
     return sharded_layouts(list(outline.values()))
 
 
@@ -94,9 +96,9 @@ def _pack(value: Any, path: str, packed: PackedState) -> Any:
         name = f"{name}~{len(arrays) + len(packed.sharded)}"
     if isinstance(value, ShardedArray):
         packed.sharded[name], layout = value, value.layout
-        cut = None if layout.cut is None else [layout.cut.dim, layout.cut.num_blocks]
-        told = {"shape": list(layout.shape), "cut": cut, "num_parts": layout.num_parts}
-        return {TENSOR: name, "dtype": value.dtype, SHARDED: told}
+        shard = None if layout.shard is None else [layout.shard.dim, layout.shard.num_blocks]
+        described = {"shape": list(layout.shape), "shard": shard, "num_shards": layout.num_shards}
+        return {TENSOR: name, "dtype": value.dtype, SHARDED: described}
     if isinstance(value, np.ndarray) and value.dtype != object:
         arrays[name] = value
         return {ARRAY: name}

@@ -294,7 +294,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mindnlp_dp.report.plan import run_plan
+    from mindnlp_dp.report.plan_table import run_plan
 
     try:
         if (args.cluster is None) == (args.measure is None):
@@ -311,7 +311,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _estimate(args: argparse.Namespace) -> int:
-    from mindnlp_dp.report.estimate import run_estimate
+    from mindnlp_dp.report.memory_table import run_estimate
 
     try:
         return run_estimate(args)

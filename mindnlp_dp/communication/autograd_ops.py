@@ -32,7 +32,7 @@ from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import read
-from mindnlp_dp.runtime.partition import shard_bounds
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -81,8 +81,8 @@ def _part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def _gathered(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    whole, _ = gather_rows(np.moveaxis(read(x), dim, 0), group)
-    return from_numpy(np.ascontiguousarray(np.moveaxis(whole, 0, dim)))
+    full, _ = gather_rows(np.moveaxis(read(x), dim, 0), group)
+    return from_numpy(np.ascontiguousarray(np.moveaxis(full, 0, dim)))
 
 
 def gather_rows(rows: np.ndarray, group: ProcessGroup) -> tuple[np.ndarray, list[int]]:

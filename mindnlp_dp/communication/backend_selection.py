@@ -86,9 +86,9 @@ def check_world_size(launch: Launch, world_size: int, library: str) -> None:
 
 def _transport(kind: str) -> Transport:
     if kind == "mpi":
-        from mindnlp_dp.communication.transports.mpi.transport import MPITransport
+        from mindnlp_dp.communication.transports.mpi.mpi_transport import MPITransport
 
         return MPITransport()
-    from mindnlp_dp.communication.transports.mindspore.transport import MindSporeTransport
+    from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeTransport
 
     return MindSporeTransport()

@@ -43,7 +43,7 @@ class BatchAcrossRanks:
 
     def __init__(self, group: ProcessGroup, *, has_local_router_loss: bool = False) -> None:
         self.group = group
-        self.weight = 0.0
+        self.loss_weight = 0.0
         self.is_used = False
         self.has_local_router_loss = has_local_router_loss
         self.is_probing = False
@@ -51,22 +51,22 @@ class BatchAcrossRanks:
         self._are_all_here = True
         self._refused = ""
 
-    def complete(self, window: Sequence[Optional[T]], *, are_all_here: bool = False) -> list[Optional[T]]:
-        """Return this rank's micro-batches of a window, with dummies of weight 0 where the model needs all ranks.
+    def complete(self, micro_batches: Sequence[Optional[T]], *, are_all_here: bool = False) -> list[Optional[T]]:
+        """Return this rank's micro-batches of an update, with dummies of weight 0 where the model needs all ranks.
 
         A dummy is another rank's batch, for a micro-step in which this rank has none. The model needs all ranks if it
-        has looked at their rows before; in the first window nothing is known of it, so then, too, all ranks take part.
-        A collective in these windows only. ``are_all_here`` says that all ranks are known to have rows.
+        has looked at their rows before; in the first update nothing is known of it, so then, too, all ranks take part.
+        A collective in these updates only. ``are_all_here`` says that all ranks are known to have rows.
         """
         needs_all = self.is_used or not self._has_run
         self._are_all_here = are_all_here or needs_all
         if self.group.world_size == 1 or not needs_all:
-            return list(window)
-        everyone = self.group.all_gather_object([batch is not None for batch in window])
+            return list(micro_batches)
+        everyone = self.group.all_gather_object([batch is not None for batch in micro_batches])
         number = max(map(len, everyone))
         micro_steps = list(zip(*([*theirs, *[False] * (number - len(theirs))] for theirs in everyone)))
         self._has_run |= any(map(any, micro_steps))
-        completed = [*window, *[None] * (number - len(window))]
+        completed = [*micro_batches, *[None] * (number - len(micro_batches))]
         for place, has in enumerate(micro_steps):
             if any(has) and not all(has):
                 src = has.index(True)
@@ -105,10 +105,10 @@ class BatchAcrossRanks:
             self.is_probing = False
 
     @contextlib.contextmanager
-    def micro_step(self, weight: float) -> Iterator[None]:
+    def micro_step(self, loss_weight: float) -> Iterator[None]:
         """Set the weight of this rank's loss for the forward and backward pass in this block."""
         global _current
-        before, _current, self.weight = _current, self, weight
+        before, _current, self.loss_weight = _current, self, loss_weight
         try:
             yield
         finally:
@@ -134,13 +134,13 @@ class BatchAcrossRanks:
     def sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum of an array over the ranks that have rows. A collective."""
         self.mark_as_used()
-        x = x if self.weight > 0 else np.zeros_like(x)
+        x = x if self.loss_weight > 0 else np.zeros_like(x)
         return self.group.all_reduce(x, every_step=True)
 
     def sum_of_gradients(self, gradient: np.ndarray) -> np.ndarray:
         """Return the gradient of this rank's loss and the other ranks' losses, for this rank's rows. A collective."""
-        total = self.group.all_reduce(gradient * gradient.dtype.type(self.weight), every_step=True)
-        return total / total.dtype.type(self.weight) if self.weight > 0 else np.zeros_like(total)
+        total = self.group.all_reduce(gradient * gradient.dtype.type(self.loss_weight), every_step=True)
+        return total / total.dtype.type(self.loss_weight) if self.loss_weight > 0 else np.zeros_like(total)
 
 
 def batch_across_ranks() -> Optional[BatchAcrossRanks]:
@@ -184,7 +184,7 @@ class _AllGatherWithGrad(_Function):
         ctx.save_for_backward(x)
         mine = to_host(x)
         ctx.batch, ctx.num_rows, ctx.dtype = batch, len(mine), dtype_name(x)
-        rows, lengths = gather_rows(mine if batch.weight > 0 else mine[:0], batch.group)
+        rows, lengths = gather_rows(mine if batch.loss_weight > 0 else mine[:0], batch.group)
         ctx.first = sum(lengths[: batch.group.rank])
         return from_host(rows, ctx.dtype)
 
@@ -193,7 +193,7 @@ class _AllGatherWithGrad(_Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         total = ctx.batch.sum_of_gradients(to_host(gradient).astype(np.float32, copy=False))
         mine = total[ctx.first : ctx.first + ctx.num_rows]
-        if ctx.batch.weight == 0:
+        if ctx.batch.loss_weight == 0:
             mine = np.zeros((ctx.num_rows, *total.shape[1:]), np.float32)
         return from_host(np.ascontiguousarray(mine), ctx.dtype), None
 

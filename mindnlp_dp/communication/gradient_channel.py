@@ -1,4 +1,4 @@
-"""This module opens the channel on which a group exchanges gradients; gradient windows call it."""
+"""This module opens the channel on which a group exchanges gradients; synchronizers call it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindnlp_dp.communication.transports.channel import Channel
 def open_gradient_channel(group: ProcessGroup) -> Channel:
     """Return the group's channel, or a new one if any rank left an exchange on the old one half way. A collective.
 
-    Every gradient window calls this once, when it is created. Earlier windows can then no longer use the old channel.
+    Every gradient update calls this once, when it is created. Earlier updates can then no longer use the old channel.
     """
     transport = group._transport
     if any(group.all_gather_object(bool(transport.channel.abandoned))):

@@ -22,8 +22,8 @@ ACTIVATIONS, GRADIENTS = 0, 1
 
 _HEADER_NUMEL = message_header(None).size
 
-# All PipelineP2P objects of a group count windows together: a later one must not receive an earlier one's messages.
-_windows: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+# All PipelineP2P objects of a group count updates together: a later one must not receive an earlier one's messages.
+_updates_begun: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class PipelineP2P:
@@ -44,19 +44,19 @@ class PipelineP2P:
         self.bytes_sent = 0
 
     @property
-    def _window(self) -> int:
-        return _windows.get(self._group, 0)
+    def _update(self) -> int:
+        return _updates_begun.get(self._group, 0)
 
     def begin(self) -> None:
-        """Begin a new window, on all ranks; messages of earlier, failed windows are then discarded, if there are tags.
+        """Begin a new update, on all ranks; messages of earlier, failed updates are then discarded, if there are tags.
 
-        Where messages are matched in order, a failed window leaves messages that no rank can discard: the caller ends.
+        Where messages are matched in order, a failed update leaves messages that no rank can discard: the caller ends.
         """
-        _windows[self._group] = self._window + 1
+        _updates_begun[self._group] = self._update + 1
 
     def send(self, x: Any, dst: int, number: int, direction: int, note: float = 0.0) -> None:
         """Begin to send ``x`` of micro-batch ``number`` to rank ``dst``, together with the number ``note``."""
-        header = np.concatenate([message_header(x).astype(np.float64), [note, self._window]])
+        header = np.concatenate([message_header(x).astype(np.float64), [note, self._update]])
         for tag, part in enumerate((header, x)):
             native = self._transport.to_native(part)
             handle = self._transport.begin_send(native, dst, 4 * number + 2 * direction + tag)
@@ -65,7 +65,7 @@ class PipelineP2P:
 
     def send_abort(self, dst: int, number: int, direction: int) -> None:
         """Send an abort in place of a message: rank ``dst`` raises an error when it receives this message."""
-        header = np.concatenate([message_header(None).astype(np.float64), [0.0, self._window]])
+        header = np.concatenate([message_header(None).astype(np.float64), [0.0, self._update]])
         native = self._transport.to_native(header)
         handle = self._transport.begin_send(native, dst, 4 * number + 2 * direction)
         self._under_way.append((handle, native))
@@ -80,7 +80,7 @@ class PipelineP2P:
         like = self._transport.to_native(np.zeros(_HEADER_NUMEL + 2, np.float64))
         while True:
             header = to_host(self._transport.recv(like, src, tag))
-            is_of_now = header[-1] == self._window
+            is_of_now = header[-1] == self._update
             if header[0] < 0 and not is_of_now:
                 continue
             shape, dtype = described_by(header[:-2].astype(np.int64), self._label(src))

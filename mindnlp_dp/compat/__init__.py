@@ -8,10 +8,10 @@ it runs afterwards. A comment names the versions that need the patch, the cause,
 """
 
 from mindnlp_dp.compat import common as common
-from mindnlp_dp.compat import cpu_kernels as cpu_kernels
 from mindnlp_dp.compat import gradient_checkpointing as gradient_checkpointing
 from mindnlp_dp.compat import resized_embeddings as resized_embeddings
 from mindnlp_dp.compat import router_losses as router_losses
+from mindnlp_dp.compat import shared_cpu_kernels as shared_cpu_kernels
 from mindnlp_dp.compat.import_hook import install_import_hook as install_import_hook
 from mindnlp_dp.runtime.versions import mindnlp_series
 

@@ -75,7 +75,7 @@ def make_loader(
 ) -> Loader:
     """Return the loader for ``dataset``: by index if it has one, else by rows. A collective.
 
-    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` micro-batches make the window of an update. With
+    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` micro-batches make the update of an update. With
     ``global_batch_size``, an update has that many samples over all ranks, and the number of accumulation steps follows
     from it; micro-batches may then be smaller than ``micro_batch_size``, never larger. ``columns`` names the columns to
     keep (None: all). ``shuffle``, ``seed``, ``collate`` and ``lengths`` (the samples' lengths, to group batches by) are

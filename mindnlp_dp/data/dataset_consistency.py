@@ -87,11 +87,11 @@ def _probes(num_samples: Optional[int]) -> list[int]:
 def _first_difference(everyone: list[list[dict[str, Optional[str]]]]) -> Optional[tuple[int, int, str]]:
     """Return the first ``(probe, rank, column)`` whose hash differs from rank 0's; None if all are equal."""
     # A column that one rank cannot compare in one sample is skipped in all samples.
-    passed_over = {name for hashes in everyone for row in hashes for name, value in row.items() if value is None}
+    skipped = {name for hashes in everyone for row in hashes for name, value in row.items() if value is None}
     for at, rank_0s in enumerate(everyone[0]):
         for rank, hashes in enumerate(everyone):
             for name in {**rank_0s, **hashes[at]}:
-                if name not in passed_over and hashes[at].get(name) != rank_0s.get(name):
+                if name not in skipped and hashes[at].get(name) != rank_0s.get(name):
                     return at, rank, name
     return None
 

@@ -1,7 +1,7 @@
 """This module reads data as this rank's micro-batches; dataset_adapter.py creates the loader for a data set.
 
-For every update a loader yields a window: the list of this rank's micro-batches, each a dict of NumPy arrays
-(:class:`~mindnlp_dp.data.batches.Batch`), or None if the rank has no rows. Every rank gets the same number of windows,
+For every update a loader yields an update: the list of this rank's micro-batches, each a dict of NumPy arrays
+(:class:`~mindnlp_dp.data.batches.Batch`), or None if the rank has no rows. Every rank gets the same number of updates,
 and the same number of micro-batches in each.
 """
 
@@ -17,8 +17,8 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.batches import Batch, Collator, collated, num_rows_of
 from mindnlp_dp.data.dataset_consistency import digest_of_lengths, sample_digests
 from mindnlp_dp.data.sampler import GlobalBatchSampler, accumulation_steps_to_keep
-from mindnlp_dp.runtime.partition import split_evenly
 from mindnlp_dp.runtime.random_state import reading
+from mindnlp_dp.runtime.shard_bounds import split_evenly
 
 
 class IndexedLoader:
@@ -81,20 +81,20 @@ class IndexedLoader:
         return accumulation_steps_to_keep(self.global_batch_size, sampler.micro_batch_size * sampler.world_size)
 
     def __len__(self) -> int:
-        """Return the number of windows in an epoch."""
+        """Return the number of updates in an epoch."""
         return self.sampler.num_updates
 
-    def windows(self, epoch: int = 0, start: int = 0, offset: int = 0) -> Iterator[list[Optional[Batch]]]:
-        """Yield this rank's windows of ``epoch`` from update ``start`` on, each shifted by ``offset`` samples."""
+    def updates(self, epoch: int = 0, start: int = 0, offset: int = 0) -> Iterator[list[Optional[Batch]]]:
+        """Yield this rank's updates of ``epoch`` from update ``start`` on, each shifted by ``offset`` samples."""
         for number, batch in enumerate(self.sampler.global_batches(epoch, start, offset), start):
             shards = self.sampler.shard_positions(len(batch), self._group.rank)
             fewest = self.sampler.shard_positions(len(batch), self._group.world_size - 1)
             with reading(self.sampler.seed, self._group.rank, epoch, number):
-                window = [
+                micro_batches = [
                     self._read(batch[positions], positions, bool(len(least))) if len(positions) else None
                     for positions, least in zip(shards, fewest)
                 ]
-            yield window
+            yield micro_batches
 
     def _read(self, indices: np.ndarray, positions: np.ndarray, is_on_all_ranks: bool) -> Batch:
         # PyTorch's protocol for reading many rows at once, which datasets.Dataset implements.
@@ -140,7 +140,7 @@ class PipelineLoader:
         self._num_batches = num_batches
         self._batch_size = batch_size
         # The columns found so far that do not have a row per sample.
-        self._whole: set[str] = set()
+        self._without_rows: set[str] = set()
 
     @property
     def global_batch_size(self) -> int:
@@ -173,7 +173,7 @@ class PipelineLoader:
     digest_of_lengths = sample_digests = None
 
     def __len__(self) -> int:
-        """Return the number of windows in an epoch; raise TypeError for a stream of unknown length."""
+        """Return the number of updates in an epoch; raise TypeError for a stream of unknown length."""
         if self._num_batches is None:
             raise TypeError("this stream has no known length")
         if self._uneven == "drop" and self._num_samples is not None:
@@ -181,15 +181,15 @@ class PipelineLoader:
         full, rest = divmod(self._num_batches, self._accumulation_steps)
         return full + (rest > 0 and self._uneven == "keep")
 
-    def windows(self, epoch: int = 0, start: int = 0, offset: int = 0) -> Iterator[list[Optional[Batch]]]:
-        """Return this rank's windows of ``epoch``; the first ``start`` windows are read at once and discarded."""
+    def updates(self, epoch: int = 0, start: int = 0, offset: int = 0) -> Iterator[list[Optional[Batch]]]:
+        """Return this rank's updates of ``epoch``; the first ``start`` updates are read at once and discarded."""
         assert offset == 0, "a pipeline has its batches"
-        windows = self._windows(epoch)
-        for _ in itertools.islice(windows, start):
+        updates = self._updates(epoch)
+        for _ in itertools.islice(updates, start):
             pass
-        return windows
+        return updates
 
-    def _windows(self, epoch: int) -> Iterator[list[Optional[Batch]]]:
+    def _updates(self, epoch: int) -> Iterator[list[Optional[Batch]]]:
         batches: Iterator[Batch] = iter(())
         if self._readers.is_main:
             batches = self._open_batches(epoch)
@@ -198,22 +198,22 @@ class PipelineLoader:
 
         def read() -> list[Batch]:
             with reading(self._seed, self._readers.rank, epoch, next(numbers)):
-                return read_window()
+                return read_update()
 
-        def read_window() -> list[Batch]:
+        def read_update() -> list[Batch]:
             nonlocal batches
-            window = list(itertools.islice(batches, self._accumulation_steps))
-            if self._uneven == "drop" and sum(map(num_rows_of, window)) < self.global_batch_size:
-                # A pipeline may have short batches before its end, too: only the last window is dropped.
+            micro_batches = list(itertools.islice(batches, self._accumulation_steps))
+            if self._uneven == "drop" and sum(map(num_rows_of, micro_batches)) < self.global_batch_size:
+                # A pipeline may have short batches before its end, too: only the last update is dropped.
                 following = list(itertools.islice(batches, 1))
                 batches = itertools.chain(following, batches)
-                return window if following else []
-            return window
+                return micro_batches if following else []
+            return micro_batches
 
         rows_read = 0
-        while window := self._readers.run_on_rank0(read, "reading the data pipeline"):
+        while micro_batches := self._readers.run_on_rank0(read, "reading the data pipeline"):
             mine, first = [], rows_read
-            for batch in window:
+            for batch in micro_batches:
                 mine.append(self._my_rows(batch, rows_read, rows_read - first))
                 rows_read += num_rows_of(batch)
             yield mine
@@ -222,11 +222,11 @@ class PipelineLoader:
         """Return this rank's rows of a batch that begins at ``position`` of its global batch."""
         num_rows = num_rows_of(batch)
         # A column without a row per sample may by chance have as many rows as a short last batch: remember it.
-        self._whole |= {name for name, x in batch.items() if x.shape[:1] != (num_rows,)}
+        self._without_rows |= {name for name, x in batch.items() if x.shape[:1] != (num_rows,)}
         first, last = split_evenly(num_rows, self._group.world_size, self._group.rank)
         if first == last:
             return None
-        rows = {name: x if name in self._whole else x[first:last] for name, x in batch.items()}
+        rows = {name: x if name in self._without_rows else x[first:last] for name, x in batch.items()}
         mine = np.arange(first, last)
         is_on_all_ranks = num_rows >= self._group.world_size
         return Batch(rows, rows_before + mine, position + mine, is_on_all_ranks=is_on_all_ranks)

@@ -73,7 +73,9 @@ class LossMean:
 def count_labels(
     labels: Any, *, shifted: bool = False, mask: Any = None, ignore_index: Optional[int] = IGNORED, weight: Any = None
 ) -> float:
-    """Return the number of labels that count: the weight of a mean over labels, for ``loss_weight`` or ``weight_of``.
+    """Return the number of labels that count: the weight of a mean over labels.
+
+    It is for ``loss_weight`` of a Trainer, and ``loss_weight_of`` of a train step::
 
         def loss_weight(self, inputs):
             return dp.count_labels(inputs, shifted=True)
@@ -257,7 +259,7 @@ def checked_weight(weight: Any, rank: str) -> float:
     value = float(weight)
     if not 0 <= value < math.inf:
         raise ValueError(
-            f"a loss weighs {value} on rank {rank}: loss_weight (weight_of) must return a number that is finite and "
+            f"a loss weighs {value} on rank {rank}: loss_weight (loss_weight_of) must return a finite number that is "
             "not negative, such as the number of labels that count"
         )
     return value
@@ -298,7 +300,7 @@ class LossWeigher:
             )
             warnings.warn(
                 f"{why}: it is weighed by rows. If it is a mean over labels, several ranks or micro-batches will not "
-                "train what one would; override loss_weight(inputs) of the Trainer, or pass weight_of= to "
+                "train what one would; override loss_weight(inputs) of the Trainer, or pass loss_weight_of= to "
                 "make_train_step, for example with mindnlp_dp.count_labels. One that returns the number of rows ends "
                 "this warning, too",
                 RuntimeWarning,

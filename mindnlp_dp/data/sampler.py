@@ -15,7 +15,7 @@ from typing import Optional
 
 import numpy as np
 
-from mindnlp_dp.runtime.partition import split_evenly
+from mindnlp_dp.runtime.shard_bounds import split_evenly
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""This module exchanges the header of a window on a device, with one host read for all that the host needs to know.
+"""This module exchanges the header of an update on a device, with one host read for all that the host needs to know.
 
 Losses stay on the device until then: whether one is NaN is a tensor, by which its micro-batch counts or does not. The
 gradient synchronizer calls it after it has launched the exchange of the buckets, so that the sum of squares of the
@@ -29,7 +29,7 @@ class HeaderValues:
 
     Attributes:
         used: for each parameter, the number of micro-batches that counted and used it, summed over the ranks.
-        weight: the weight of the micro-batches that counted, summed over the ranks.
+        loss_weight: the weight of the micro-batches that counted, summed over the ranks.
         sums: the sums of the other numbers.
         num_bad: the number of deferred losses of all ranks that are NaN or infinite.
         num_changed: nonzero if a gradient of any rank was changed.
@@ -38,7 +38,7 @@ class HeaderValues:
     """
 
     used: np.ndarray
-    weight: float
+    loss_weight: float
     sums: np.ndarray
     num_bad: int
     num_changed: float
@@ -47,31 +47,31 @@ class HeaderValues:
 
 
 class DeviceHeader:
-    """Collects the deferred losses of a window, and exchanges its header.
+    """Collects the deferred losses of an update, and exchanges its header.
 
     Attributes:
-        weight: the weight of the micro-batches whose losses are deferred.
+        loss_weight: the weight of the micro-batches whose losses are deferred.
     """
 
     def __init__(self) -> None:
         self._losses: list[Any] = []
         # A row for each deferred loss: which parameters its micro-batch used, and its weight.
         self._rows: list[np.ndarray] = []
-        self.weight = 0.0
+        self.loss_weight = 0.0
 
     def clear(self) -> None:
         self._losses.clear()
         self._rows.clear()
-        self.weight = 0.0
+        self.loss_weight = 0.0
 
-    def add(self, loss: Any, weight: float, used: Sequence[bool]) -> Any:
+    def add(self, loss: Any, loss_weight: float, used: Sequence[bool]) -> Any:
         """Defer a loss, a scalar tensor; return a boolean scalar tensor that says whether it is finite."""
         from mindspore import float32, ops
 
         loss = loss.reshape(()).astype(float32)
         self._losses.append(loss)
-        self._rows.append(np.array([*used, weight], np.float32))
-        self.weight += weight
+        self._rows.append(np.array([*used, loss_weight], np.float32))
+        self.loss_weight += loss_weight
         return ops.isfinite(loss)
 
     @property

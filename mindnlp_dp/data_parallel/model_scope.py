@@ -28,15 +28,15 @@ class ModelScope:
         self,
         group: Optional[ProcessGroup] = None,
         counts: Sequence[bool] = (),
-        is_cut: Sequence[bool] = (),
+        is_sharded: Sequence[bool] = (),
     ) -> None:
         self.group = group if group is not None and group.world_size > 1 else None
-        self._counts, self._is_cut = np.array(counts, bool), np.array(is_cut, bool)
-        has_one = bool(self._is_cut.any())
-        self.has_cut_parameters = has_one if self.group is None else any(self.group.all_gather_object(has_one))
+        self._counts, self._is_sharded = np.array(counts, bool), np.array(is_sharded, bool)
+        has_one = bool(self._is_sharded.any())
+        self.has_sharded_parameters = has_one if self.group is None else any(self.group.all_gather_object(has_one))
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Return whether every rank has the full model."""
         return self.group is None
 
@@ -51,4 +51,4 @@ class ModelScope:
         """Return a scope of the parameters at ``places`` only. A collective."""
         if self.group is None:
             return ModelScope()
-        return ModelScope(self.group, self._counts[places].tolist(), self._is_cut[places].tolist())
+        return ModelScope(self.group, self._counts[places].tolist(), self._is_sharded[places].tolist())

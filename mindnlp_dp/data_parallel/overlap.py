@@ -1,6 +1,6 @@
 """This module overlaps the exchange of gradients with the backward pass, for the gradient synchroniser.
 
-In the last micro-batch of a window, hooks of the parameters receive the gradients from the last layer to the first.
+In the last micro-batch of an update, hooks of the parameters receive the gradients from the last layer to the first.
 The exchange of a bucket starts when it is full and all buckets before it have started; the order is the same on all
 ranks::
 
@@ -9,12 +9,12 @@ ranks::
     bucket 0           ▼─full──▶ start ═══════ exchange ═══════▶          │
     bucket 1                     ▼────────────────full──▶ start ══════════╪══▶ wait ─▶ get
 
-The first window only records the order in which gradients arrive. When every rank has recorded it, buckets are repacked
-in rank 0's order. With "auto", windows with and without overlap then alternate, and the faster way stays. Both use the
-same buckets and give the same bits. Every window compares the gradients that the hooks saw with those of the caller.
+The first update only records the order in which gradients arrive. When every rank has recorded it, buckets are repacked
+in rank 0's order. With "auto", updates with and without overlap then alternate, and the faster way stays. Both use the
+same buckets and give the same bits. Every update compares the gradients that the hooks saw with those of the caller.
 
 A hook never raises an exception, because MindNLP's backward function would not be usable afterwards. It records the
-problem instead. If a window went wrong on any rank, all ranks exchange it again without overlap (synchronizer.py).
+problem instead. If an update went wrong on any rank, all ranks exchange it again without overlap (synchronizer.py).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ import numpy as np
 
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
-from mindnlp_dp.data_parallel.buckets.base import Bucket
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.arrays import inspection
 
-# "auto" measures so many pairs of windows, without and with overlap; the first pair is only a warm-up.
+# "auto" measures so many pairs of updates, without and with overlap; the first pair is only a warm-up.
 TRIAL_PAIRS = 8
 
-# On a device, gradients are compared in each such window once their order is learned.
+# On a device, gradients are compared in each such update once their order is learned.
 CHECKED_EVERY = 100
 
 # Overlap stays on if it saves at least this fraction of the time, and more than this number of standard errors.
@@ -62,12 +62,12 @@ class Overlap:
     Attributes:
         state: The same on every rank once learning has ended.
         off_reason: Why overlap is off; empty if it is not.
-        is_sending: Whether this window's exchange begins during its backward pass; the same on every rank.
-        is_learning: Whether this window only records the order of gradients; the same on every rank.
-        problem: The first problem on this rank in this window; None if there was none.
+        is_sending: Whether this update's exchange begins during its backward pass; the same on every rank.
+        is_learning: Whether this update only records the order of gradients; the same on every rank.
+        problem: The first problem on this rank in this update; None if there was none.
         has_changed: Whether a gradient was changed in place after its backward pass: a bool, or a tensor with one
             element that is nonzero in this case.
-        seen: The indices of the parameters whose gradients the hooks saw in this window, in order of arrival.
+        seen: The indices of the parameters whose gradients the hooks saw in this update, in order of arrival.
     """
 
     def __init__(
@@ -85,18 +85,18 @@ class Overlap:
         self._handles: list[Any] = []
         self._buckets: Sequence[Bucket] = ()
         # State of the current backward pass.
-        self._weight: Optional[float] = None
+        self._loss_weight: Optional[float] = None
         self.seen: list[int] = []
         # Parameter, gradient and its fingerprint, as the hooks saw them.
         self._evidence: list[tuple[int, Any, Any]] = []
-        # State of the window.
+        # State of the update.
         self._runner: Union[ExchangeThread, ImmediateExchange, None] = None
         self._scale: Any = None
         self._missing: list[int] = []
         self._next = 0
         self._spans: list[tuple[str, float, float]] = []
         # State of the trial.
-        self._window = self._num_windows = 0
+        self._trial = self._num_updates = 0
         self._began: Optional[float] = None
         self._seconds = np.zeros((2, TRIAL_PAIRS))
 
@@ -106,7 +106,7 @@ class Overlap:
 
     @property
     def is_sending(self) -> bool:
-        return self.state is OverlapState.ON or (self.state is OverlapState.MEASURING and self._window % 2 == 1)
+        return self.state is OverlapState.ON or (self.state is OverlapState.MEASURING and self._trial % 2 == 1)
 
     @property
     def is_open(self) -> bool:
@@ -114,7 +114,7 @@ class Overlap:
         return self._runner is not None
 
     def turn_off(self, reason: str) -> None:
-        """Disable overlap permanently and remove the hooks. Called by all ranks in the same window."""
+        """Disable overlap permanently and remove the hooks. Called by all ranks in the same update."""
         self.state, self.off_reason = OverlapState.OFF, reason
         self.clear()
         for handle in self._handles:
@@ -123,18 +123,18 @@ class Overlap:
 
     # Before and during the backward pass.
 
-    def begin(self, buckets: Sequence[Bucket], weight: float, weight_so_far: float) -> None:
-        """Prepare for the last backward pass of a window, whose gradients have the weight ``weight``."""
+    def begin(self, buckets: Sequence[Bucket], loss_weight: float, loss_weight_so_far: float) -> None:
+        """Prepare for the last backward pass of an update, whose gradients have the weight ``loss_weight``."""
         self._began = self._clock()
-        self._num_windows += 1
-        if weight == 0 or self.state is OverlapState.OFF:
+        self._num_updates += 1
+        if loss_weight == 0 or self.state is OverlapState.OFF:
             return
         if not self._handles:
             self._install()
         if self.is_sending:
-            self._open(buckets, weight_so_far + weight)
-        # In a trial window without overlap the hooks do nothing: a reference to each gradient would cost memory.
-        self._weight = weight if self.is_sending or self.is_learning else None
+            self._open(buckets, loss_weight_so_far + loss_weight)
+        # In a trial update without overlap the hooks do nothing: a reference to each gradient would cost memory.
+        self._loss_weight = loss_weight if self.is_sending or self.is_learning else None
 
     def _install(self) -> None:
         # The hooks have a weak reference only: parameters must not keep the synchroniser's memory alive.
@@ -152,8 +152,8 @@ class Overlap:
         self._handles = [parameter.register_hook(hook_of(index)) for index, parameter in enumerate(self._parameters)]
         weakref.finalize(self, _remove, self._handles).atexit = False
 
-    def _open(self, buckets: Sequence[Bucket], weight: float) -> None:
-        """Begin the exchange with a sum of the ranks' window weights, because every bucket is scaled by its inverse."""
+    def _open(self, buckets: Sequence[Bucket], loss_weight: float) -> None:
+        """Begin the exchange with the sum of the ranks' loss weights, because every bucket is scaled by its inverse."""
         self._runner = ImmediateExchange() if buckets[0].is_asynchronous else ExchangeThread()
         self._buckets = buckets
         self._bucket_of = {slot.index: number for number, bucket in enumerate(buckets) for slot in bucket.layout.slots}
@@ -165,19 +165,19 @@ class Overlap:
 
         def agree() -> None:
             # The scale is None if the total weight is zero; then no rank exchanges anything.
-            self._scale = self._channel.inverse_total(weight, runner.waiter)
+            self._scale = self._channel.inverse_total(loss_weight, runner.waiter)
 
         runner.submit(agree)
 
     def _on_gradient(self, index: int, gradient: Any) -> None:
-        if self._weight is None or not self._parameters[index].requires_grad:
+        if self._loss_weight is None or not self._parameters[index].requires_grad:
             return
         try:
             self._evidence.append((index, gradient, self._fingerprint(gradient)))
             self.seen.append(index)
             if self.is_sending:
                 number = self._bucket_of[index]
-                self._buckets[number].put(index, gradient, self._weight)
+                self._buckets[number].put(index, gradient, self._loss_weight)
                 self._missing[number] -= 1
                 self._start_full_ones()
         except Exception as error:  # noqa: BLE001
@@ -190,7 +190,7 @@ class Overlap:
 
     def _start(self, number: int) -> None:
         runner, bucket = self._runner, self._buckets[number]
-        assert runner is not None, "sends in a window that was not opened"
+        assert runner is not None, "sends in an update that was not opened"
 
         def exchange() -> None:
             if self._scale is not None:
@@ -201,19 +201,19 @@ class Overlap:
         runner.submit(exchange)
 
     def end_backward(self) -> None:
-        self._weight = None
+        self._loss_weight = None
 
     # After the backward pass.
 
     def compare(self, gradients: Sequence[Optional[Any]]) -> None:
         """Check that the caller's gradients are those that the hooks saw, and record a problem if not.
 
-        On a host this is done in every window, because a caller may clip, mask or add noise in some windows only. On a
+        On a host this is done in every update, because a caller may clip, mask or add noise in some updates only. On a
         device, where it is nine operators per gradient and two waits for what was dispatched, it is done while the
-        order is learned and in every ``CHECKED_EVERY``-th window; a gradient that is missing is seen in all of them.
+        order is learned and in every ``CHECKED_EVERY``-th update; a gradient that is missing is seen in all of them.
         Afterwards the references to the gradients are released.
         """
-        pairs = self._handed_over(gradients)
+        pairs = self._pairs_with_seen(gradients)
         if not self._is_checked:
             there = [mine is not None for mine, _ in pairs]
         else:
@@ -227,7 +227,7 @@ class Overlap:
             self.problem = self.problem or "a parameter's gradient came in several parts"
         self._evidence.clear()
 
-    def _handed_over(self, gradients: Sequence[Optional[Any]]) -> list[tuple[Optional[Any], Any]]:
+    def _pairs_with_seen(self, gradients: Sequence[Optional[Any]]) -> list[tuple[Optional[Any], Any]]:
         """Return pairs of the caller's gradient and the gradient that a hook saw for the same parameter."""
         return [(gradients[index], seen) for index, seen, _ in self._evidence]
 
@@ -236,13 +236,13 @@ class Overlap:
 
     @property
     def _is_checked(self) -> bool:
-        """Return whether this window's gradients are compared with those that the hooks saw."""
-        return not self._on_device or self.is_learning or self._num_windows % CHECKED_EVERY == 0
+        """Return whether this update's gradients are compared with those that the hooks saw."""
+        return not self._on_device or self.is_learning or self._num_updates % CHECKED_EVERY == 0
 
-    def finish(self, buckets: Sequence[Bucket], weight: float) -> list[tuple[str, float, float]]:
+    def finish(self, buckets: Sequence[Bucket], loss_weight: float) -> list[tuple[str, float, float]]:
         """Start the remaining buckets, wait for this rank's part of the exchange, and return its spans."""
         if self._runner is None:
-            self._open(buckets, weight)
+            self._open(buckets, loss_weight)
         assert self._runner is not None, "opened above"
         for number in range(self._next, len(self._buckets)):
             self._start(number)
@@ -251,11 +251,11 @@ class Overlap:
         return list(self._spans)
 
     def clear(self) -> None:
-        """Reset the state of the window and stop the exchange thread, even in the middle of an exchange."""
+        """Reset the state of the update and stop the exchange thread, even in the middle of an exchange."""
         if self._runner is not None:
             self._runner.abandon()
             self._runner = None
-        self._weight = self.problem = self._began = None
+        self._loss_weight = self.problem = self._began = None
         self.has_changed = False
         self.seen.clear()
         self._evidence.clear()
@@ -278,13 +278,13 @@ class Overlap:
         return time.perf_counter()
 
     def measure(self, all_reduce: Callable[..., Any]) -> None:
-        """Record the time of a window; after the last trial window all ranks choose the same way, in a collective."""
+        """Record the time of an update; after the last trial update all ranks choose the same way, in a collective."""
         if self.state is not OverlapState.MEASURING:
             return
         if self._began is not None:
-            self._seconds[self._window % 2, self._window // 2] = self._clock() - self._began
-        self._window += 1
-        if self._window == 2 * TRIAL_PAIRS:
+            self._seconds[self._trial % 2, self._trial // 2] = self._clock() - self._began
+        self._trial += 1
+        if self._trial == 2 * TRIAL_PAIRS:
             without, overlapped = np.asarray(all_reduce(self._seconds, op="max"))[:, 1:]
             if is_significant_speedup(without, overlapped):
                 self.state = OverlapState.ON
@@ -302,7 +302,7 @@ def _synchronize() -> None:
 
 
 def is_significant_speedup(without: np.ndarray, overlapped: np.ndarray) -> bool:
-    """Return whether windows with overlap are significantly faster than the alternating windows without it.
+    """Return whether updates with overlap are significantly faster than the alternating updates without it.
 
     >>> is_significant_speedup(np.array([1.0, 1.1, 1.0]), np.array([0.8, 0.9, 0.8]))
     True
@@ -320,7 +320,7 @@ def _remove(handles: Iterable[Any]) -> None:
 
 
 class ExchangeThread:
-    """Runs the submitted tasks in order on a separate thread, which ends with the window."""
+    """Runs the submitted tasks in order on a separate thread, which ends with the update."""
 
     def __init__(self) -> None:
         self.waiter = PollingWait()
@@ -350,7 +350,7 @@ class ExchangeThread:
 
     def abandon(self) -> None:
         """Stop the thread, even if it is blocked in a wait for other ranks."""
-        self.waiter.give_up()
+        self.waiter.abandon()
         self._error = self._error or RuntimeError("abandoned")
         self._tasks.put(None)
         self._thread.join()

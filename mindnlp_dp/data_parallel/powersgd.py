@@ -22,8 +22,8 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.channel import Channel
-from mindnlp_dp.data_parallel.buckets.base import Bucket
-from mindnlp_dp.data_parallel.buckets.factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket
+from mindnlp_dp.data_parallel.buckets.bucket_factory import make_buckets
 from mindnlp_dp.data_parallel.buckets.layout import BucketLayout, Slot
 from mindnlp_dp.runtime.arrays import from_host, to_host
 
@@ -87,9 +87,9 @@ class PowerSGD:
         rng = np.random.default_rng([_SEED, index])
         return rng.standard_normal((self._shapes[index][1], self._rank)).astype(np.float32)
 
-    def put(self, index: int, gradient: Any, weight: float) -> None:
+    def put(self, index: int, gradient: Any, loss_weight: float) -> None:
         host = to_host(gradient).reshape(self._shapes[index])
-        weighted = np.multiply(host, weight, dtype=np.float32)
+        weighted = np.multiply(host, loss_weight, dtype=np.float32)
         if index in self._sums:
             self._sums[index] += weighted
         else:

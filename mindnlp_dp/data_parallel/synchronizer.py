@@ -1,21 +1,21 @@
 """This module averages gradients over the ranks in buckets, as PyTorch's DDP does; train steps use it.
 
 Every rank gets ``sum_r(weight_r * gradient_r) / sum_r(weight_r)``, the gradient of the global batch. The weights are
-numbers of samples, for example. With gradient accumulation one window takes several micro-batches::
+numbers of samples, for example. With gradient accumulation one update takes several micro-batches::
 
-    for inputs in window:
-        sync.accumulate(gradients_of(inputs), weight=len(inputs))    # no communication
+    for inputs in update:
+        sync.accumulate(gradients_of(inputs), loss_weight=len(inputs))    # no communication
     gradients = sync.reduce()                                        # all ranks, once
 
-A rank without samples contributes zeros. The gradient of a parameter that no rank used in the window is None, as in a
+A rank without samples contributes zeros. The gradient of a parameter that no rank used in the update is None, as in a
 single process. Pass only trainable parameters to the synchroniser.
 
 If the last micro-batch is announced as below, each bucket is exchanged during its backward pass, as soon as the bucket
 is full (overlap.py). The result is the same::
 
-    with sync.backward(weight=len(inputs)):
+    with sync.backward(loss_weight=len(inputs)):
         gradients = gradients_of(inputs)
-    sync.accumulate(gradients, weight=len(inputs))
+    sync.accumulate(gradients, loss_weight=len(inputs))
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data_parallel.accumulation import BufferedAccumulator
-from mindnlp_dp.data_parallel.buckets.base import Bucket, exchange_buckets
-from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
-from mindnlp_dp.data_parallel.buckets.factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket, exchange_buckets
+from mindnlp_dp.data_parallel.buckets.bucket_factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.device_bucket import DeviceBucket
 from mindnlp_dp.data_parallel.buckets.layout import check_bucket_cap_mb, completed_order, first_order, pack_buckets
 from mindnlp_dp.data_parallel.device_header import DeviceHeader
 from mindnlp_dp.data_parallel.overlap import Overlap
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK, PowerSGD, check_powersgd_rank, is_compressed
+from mindnlp_dp.data_parallel.synchronizer_base import BufferedSynchronizer
 from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.versions import mindnlp_series
 
@@ -53,21 +53,21 @@ def _lacks_hooks(parameters: Iterable[Any]) -> str:
     return ""
 
 
-class GradientSynchronizer(BufferedAccumulator):
+class GradientSynchronizer(BufferedSynchronizer):
     """Averages gradients in buckets of ``bucket_cap_mb`` MiB, with one all-reduce per bucket that any rank used.
 
     Args:
         bucket_cap_mb: The maximum size of a bucket; None is 2 on CPUs, and 25 on devices.
             ``benchmarks/bench_bucket_cap.py`` finds the best for a machine.
         overlap: Whether buckets are exchanged during the backward pass: True, False, or "auto" for a short trial in
-            the first windows that keeps the faster way. The result is the same.
+            the first updates that keeps the faster way. The result is the same.
         compression: None for exact sums; "fp16" or "bf16" halves the bytes sent, and rounds them (no effect within a
             host, where MPI sends nothing); "powersgd" approximates matrices by products of rank ``powersgd_rank``
             (powersgd.py), without overlap.
 
     Attributes:
         compression: The compression that the user chose.
-        scatter: Whether this rank needs only its own slices of the result of :meth:`reduce_in_place`; between hosts
+        scatter: Whether this rank needs only its own slices of the result of ``reduce(in_place=True)``; between hosts
             that saves half of the exchange.
         keeps_tensors: Whether those slices stay on the device as tensors (:meth:`.DeviceBucket.keep_shard`).
         before_packing: A callback that runs before buckets are repacked and must release all views of their memory.
@@ -117,7 +117,7 @@ class GradientSynchronizer(BufferedAccumulator):
         # Gradients accumulated since Bucket.keep(); the weight of a micro-batch that the hooks sent, but that the
         # caller has not accumulated yet. Of a late micro-batch also the number of its deferred loss.
         self._late: list[tuple[Sequence[Optional[Any]], float, Optional[int]]] = []
-        self._sent_weight: Optional[float] = None
+        self._sent_loss_weight: Optional[float] = None
         self._has_compared = False
         # Of the micro-batch that is accumulated: whether it counts, a tensor, and the number of its loss, if deferred.
         self._counts: Optional[Any] = None
@@ -129,7 +129,7 @@ class GradientSynchronizer(BufferedAccumulator):
         return PowerSGD(matrices, rank, self.group, self.channel) if matrices else None
 
     def pack_in_order(self, order: Sequence[int]) -> None:
-        """Repack the buckets, between two windows; parameters that ``order`` does not name come last. A collective."""
+        """Repack the buckets, between two updates; parameters that ``order`` does not name come last. A collective."""
         self.order = completed_order(order, len(self.parameters))
         in_buckets = [index for index in self.order if self._powersgd is None or index not in self._powersgd]
         layouts = pack_buckets(self._shapes, self._dtypes, self.bucket_cap_mb, in_buckets)
@@ -145,10 +145,10 @@ class GradientSynchronizer(BufferedAccumulator):
             self._powersgd.forget()
 
     @contextlib.contextmanager
-    def backward(self, weight: float) -> Iterator[None]:
-        """Enclose the last forward and backward pass of a window; an exchange that overlaps begins inside it.
+    def backward(self, loss_weight: float) -> Iterator[None]:
+        """Enclose the last forward and backward pass of an update; an exchange that overlaps begins inside it.
 
-        After an exception inside the context, no thread and no partial window remain. If the exchange had begun by
+        After an exception inside the context, no thread and no partial update remain. If the exchange had begun by
         then, the other ranks hang, and this synchroniser can no longer be used.
         """
         if self._exchange_is_off:
@@ -157,99 +157,99 @@ class GradientSynchronizer(BufferedAccumulator):
         self.channel.check_open(self.group.rank)
         self.check_shapes()
         if self.overlap.is_open:
-            self.overlap.problem = "two backward passes of a window were called its last"
+            self.overlap.problem = "two backward passes of an update were called its last"
         else:
             for bucket in self.buckets:
                 bucket.scatter = self.scatter
-            self.overlap.begin(self.buckets, weight, self._weight_so_far)
-            self._sent_weight = weight if self.overlap.is_open else None
+            self.overlap.begin(self.buckets, loss_weight, self._loss_weight_so_far)
+            self._sent_loss_weight = loss_weight if self.overlap.is_open else None
         try:
             yield
         except BaseException as error:
             if self.overlap.is_open:
                 self.channel.abandon(error)
-            self._begin_window()
+            self._begin_update()
             raise
         finally:
             self.overlap.end_backward()
 
     @property
-    def _weight_so_far(self) -> float:
-        """Return the weight of this window if all of its deferred losses are finite."""
-        return self._weight + (0.0 if self._header is None else self._header.weight)
+    def _loss_weight_so_far(self) -> float:
+        """Return the weight of this update if all of its deferred losses are finite."""
+        return self._loss_weight + (0.0 if self._header is None else self._header.loss_weight)
 
     def accumulate(
-        self, gradients: Sequence[Optional[Any]], weight: float = 1.0, *, loss: Optional[Any] = None
+        self, gradients: Sequence[Optional[Any]], loss_weight: float = 1.0, *, loss: Optional[Any] = None
     ) -> None:
-        """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
+        """Add ``loss_weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
 
         Raises:
             ValueError: If the number of gradients or a shape is wrong, or the weight is negative or not finite.
         """
         self.channel.check_open(self.group.rank)
-        super().accumulate(gradients, weight, loss=loss)
+        super().accumulate(gradients, loss_weight, loss=loss)
 
-    def _count(self, gradients: Sequence[Optional[Any]], weight: float, loss: Optional[Any]) -> None:
+    def _count(self, gradients: Sequence[Optional[Any]], loss_weight: float, loss: Optional[Any]) -> None:
         self._counts, self._deferred = None, None
         if loss is None or self._header is None:
-            super()._count(gradients, weight, loss)
+            super()._count(gradients, loss_weight, loss)
         else:
-            self._counts = self._header.add(loss, weight, [gradient is not None for gradient in gradients])
+            self._counts = self._header.add(loss, loss_weight, [gradient is not None for gradient in gradients])
             self._deferred = self._header.last
 
-    def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
+    def _add(self, gradients: Sequence[Optional[Any]], loss_weight: float) -> None:
         overlap = self.overlap
         if not self.overlap.is_open:
-            super()._add(gradients, weight)
+            super()._add(gradients, loss_weight)
             if overlap.is_learning and overlap.seen:
                 overlap.compare(gradients)
                 self._has_compared = True
             return
-        # Gradients are kept until the window ends, because the exchange may have to be repeated.
-        self._late.append((list(gradients), weight, self._deferred))
-        if weight != self._sent_weight:
+        # Gradients are kept until the update ends, because the exchange may have to be repeated.
+        self._late.append((list(gradients), loss_weight, self._deferred))
+        if loss_weight != self._sent_loss_weight:
             overlap.problem = overlap.problem or "a micro-step came after the last one, or weighed something else"
             return
-        self._sent_weight = None
+        self._sent_loss_weight = None
         overlap.compare(gradients)
         hooked = set(overlap.seen)
         for index, gradient in enumerate(gradients):
             if gradient is not None and index not in hooked:
-                self._put(index, gradient, weight)
+                self._put(index, gradient, loss_weight)
 
-    def _put(self, index: int, gradient: Any, weight: float) -> None:
+    def _put(self, index: int, gradient: Any, loss_weight: float) -> None:
         if self._powersgd is not None and index in self._powersgd:
-            self._powersgd.put(index, gradient, weight)
+            self._powersgd.put(index, gradient, loss_weight)
             return
         bucket = self._bucket_of[index]
         if self._counts is None:
-            bucket.put(index, gradient, weight)
+            bucket.put(index, gradient, loss_weight)
         else:
             assert isinstance(bucket, DeviceBucket), "losses are deferred on devices only"
-            bucket.put(index, gradient, weight, self._counts)
+            bucket.put(index, gradient, loss_weight, self._counts)
 
     def _reduce(self) -> list[Optional[Any]]:
         self.channel.check_open(self.group.rank)
         if self.scatter and self.overlap.is_sending and not self._in_place:
-            raise RuntimeError("gradients were exchanged for an update that is divided: reduce_in_place() takes them")
+            raise RuntimeError("gradients were exchanged for a sharded update: call reduce(in_place=True)")
         if self._header is not None and not self.overlap.is_open:
             for bucket in self.buckets:
                 bucket.scatter = self.scatter and self._in_place
         # On a device all buckets are exchanged before the header is read, which then has the norm of their sums.
         if self.overlap.is_sending or self._header is not None:
             try:
-                self._spans += self.overlap.finish(self.buckets, self._weight_so_far)
+                self._spans += self.overlap.finish(self.buckets, self._loss_weight_so_far)
             except BaseException as error:
                 self.channel.abandon(error)
                 raise
             self._is_exchanged = True
-        has_problem, has_nonfinite_peer = self.overlap.problem is not None, self._sent_weight is not None
+        has_problem, has_nonfinite_peer = self.overlap.problem is not None, self._sent_loss_weight is not None
         notes = [has_problem, has_nonfinite_peer, self._has_compared and not has_problem]
         used, (num_problems, num_spoilt, num_learnt, num_bad, num_changed) = self._exchange_header(
             notes, self.overlap.has_changed
         )
         if num_problems or num_spoilt or num_bad or num_changed:
-            self._go_back(has_problem=num_problems + num_changed > 0)
+            self._roll_back(has_problem=num_problems + num_changed > 0)
             num_learnt = 0
         gradients = self._average(used)
         if self.overlap.is_learning and num_learnt == self.group.world_size:
@@ -272,34 +272,30 @@ class GradientSynchronizer(BufferedAccumulator):
             return used, np.insert(sums, len(notes), 0.0)
         buckets = [bucket for bucket in self.buckets if isinstance(bucket, DeviceBucket) and bucket.has_result]
         values = self._header.exchange(
-            self.group, np.append(self._used, np.float32(self._weight)),
+            self.group, np.append(self._used, np.float32(self._loss_weight)),
             np.array([self._skipped, *notes], np.float32), changed=last_note,
             squares=[bucket.sum_of_squares() for bucket in buckets],
             are_slices=any(bucket.is_scattered for bucket in buckets),
         )  # fmt: skip
         skipped, *theirs = values.sums
-        self._total_weight = values.weight
+        self._total_loss_weight = values.loss_weight
         self._num_skipped = int(skipped) + values.num_bad
         self.losses, self.sum_of_squares = values.losses, values.sum_of_squares
         return values.used > 0, np.array([*theirs, values.num_bad, values.num_changed])
 
-    def reduce_in_place(self) -> Optional[np.ndarray]:
-        """Exchange the window, and leave its result in the buckets (:meth:`.Bucket.sums`) until the next one begins.
-
-        Call :meth:`repack_if_learned` after the result has been used. Both are collectives.
-
-        Returns a mask of the parameters that any rank used (a bucket without any is not exchanged); None if all
-        micro-batches were skipped. Raises the same errors as :meth:`reduce`.
-        """
-        self._in_place = True
+    def reduce(self, *, in_place: bool = False) -> Any:
+        self._in_place = in_place
         try:
-            marks = np.array([mark is not None for mark in self.reduce()])
+            gradients = super().reduce()
         finally:
             self._in_place = False
-        return marks if self.total_weight > 0 else None
+        if not in_place:
+            return gradients
+        marks = np.array([mark is not None for mark in gradients])
+        return marks if self.total_loss_weight > 0 else None
 
     def repack_if_learned(self) -> None:
-        """Repack the buckets in the order that was learned in this window, if any; called after the update.
+        """Repack the buckets in the order that was learned in this update, if any; called after the update.
 
         A collective.
         """
@@ -307,7 +303,7 @@ class GradientSynchronizer(BufferedAccumulator):
             self.pack_in_order(self._next_order)
             self._next_order = None
 
-    def _go_back(self, *, has_problem: bool) -> None:
+    def _roll_back(self, *, has_problem: bool) -> None:
         """Undo an exchange that went wrong on any rank, so that all ranks can repeat it without overlap.
 
         Restore the buckets as they were before the last backward pass, and add what was accumulated since then.
@@ -316,9 +312,9 @@ class GradientSynchronizer(BufferedAccumulator):
             for bucket in self.buckets:
                 bucket.rollback()
             self._counts = self.sum_of_squares = None
-            for gradients, weight, deferred in self._late:
+            for gradients, loss_weight, deferred in self._late:
                 if deferred is None or np.isfinite(self.losses[deferred]):
-                    super()._add(gradients, weight)
+                    super()._add(gradients, loss_weight)
             self._is_exchanged = False
         if has_problem:
             changed = "a gradient was changed after its backward pass" if float(self.overlap.has_changed) else None
@@ -364,7 +360,7 @@ class GradientSynchronizer(BufferedAccumulator):
     def _clear(self) -> None:
         self.overlap.clear()
         self._late.clear()
-        self._sent_weight, self._has_compared, self._is_exchanged = None, False, False
+        self._sent_loss_weight, self._has_compared, self._is_exchanged = None, False, False
         self._counts = self._deferred = None
         if self._header is not None:
             self._header.clear()

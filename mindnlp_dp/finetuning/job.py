@@ -14,8 +14,8 @@ from mindnlp_dp.finetuning.progress import print_lines
 from mindnlp_dp.finetuning.results import write_results
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error, parse_layers
 from mindnlp_dp.report.runs import RunReport
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from mindnlp_dp.runtime.versions import mindnlp_series
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
 
 
 def join(config: ParallelConfig) -> tuple[dp.ProcessGroup, dp.DeviceMesh]:
@@ -66,8 +66,8 @@ def write(
 ) -> None:
     """Write the model with its tokenizer, the plot and the report, on rank 0. A collective."""
     output_dir = Path(config.output_dir)
-    with workspace_in(output_dir, trainer.world, trainer.whole.is_sharded) as workspace:
-        write_model = trainer.whole.model_writer(workspace, lambda folder: trainer.save_model(str(folder)))
+    with workspace_in(output_dir, trainer.world, trainer.distributed_model.is_sharded) as workspace:
+        write_model = trainer.distributed_model.model_writer(workspace, lambda folder: trainer.save_model(str(folder)))
 
         def save_model(folder: str) -> None:
             Path(folder).mkdir(parents=True, exist_ok=True)

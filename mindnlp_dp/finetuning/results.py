@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindnlp_dp.finetuning.settings import RunConfig
 from mindnlp_dp.report.figures import draw_png
-from mindnlp_dp.report.pipeline import pipeline_of
+from mindnlp_dp.report.pipeline_figure import pipeline_of
 from mindnlp_dp.report.runs import REPORT_FILE, RecordedRun, RunReport
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.devices import machine, peak_memory
@@ -46,7 +46,7 @@ def make_report(
     if hasattr(trainer, "whole"):
         # For a sharded model, every rank computes the digest of the full model.
         backend, global_batch_size = trainer.world.backend, trainer.training_loop.loader.global_batch_size
-        digests = trainer.world.all_gather_object(trainer.whole.digest())
+        digests = trainer.world.all_gather_object(trainer.distributed_model.digest())
         peaks = trainer.world.all_gather_object(peak_memory())
     else:
         # Imported here because it imports MindSpore.

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar, get_type_hints
 
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
-from mindnlp_dp.schedules.pipeline import SCHEDULES
+from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
 OPTIMIZERS = ("adamw", "muon", "lamb", "lars")
 # MindNLP's; "cosine_with_min_lr" needs another setting, and is left out.

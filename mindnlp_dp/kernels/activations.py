@@ -13,7 +13,7 @@ from typing import Optional
 import numpy as np
 
 from mindnlp_dp.kernels import onednn
-from mindnlp_dp.kernels.memory import ITEM_BYTES, empty
+from mindnlp_dp.kernels.memory_pool import ITEM_BYTES, empty
 from mindnlp_dp.kernels.workers import SMALLEST_PART, parallel_for, parallel_for_blocks
 
 # For z >= 0, the upper tail of the normal distribution is exp(-z^2 / 2) times a polynomial in t = 1 / (1 + P z) without

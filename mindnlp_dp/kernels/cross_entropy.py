@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
-from mindnlp_dp.kernels.memory import empty
+from mindnlp_dp.kernels.memory_pool import empty
 from mindnlp_dp.kernels.workers import parallel_for_blocks
 
 

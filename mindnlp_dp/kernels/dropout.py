@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.kernels.memory import empty
+from mindnlp_dp.kernels.memory_pool import empty
 from mindnlp_dp.kernels.sample_layout import (
     SampleLayout,
     is_known_number_of_rows,
@@ -25,7 +25,7 @@ from mindnlp_dp.kernels.sample_layout import (
     tile_number,
 )
 from mindnlp_dp.kernels.workers import parallel_for_blocks
-from mindnlp_dp.runtime.random_state import SampleStreams, Shard, ShardOf, sample_streams
+from mindnlp_dp.runtime.random_state import SampleShard, SampleStreams, ShardOf, sample_streams
 
 _MASK = (1 << 64) - 1
 _ENTROPY = int.from_bytes(os.urandom(8), "little")
@@ -68,7 +68,7 @@ def dropout_mask(shape: Sequence[int], drop: float, key: tuple[int, int]) -> np.
 
 
 def _mask_of_tokens(
-    shape: Sequence[int], drop: float, key: tuple[int, int], streams: SampleStreams, shard: Shard
+    shape: Sequence[int], drop: float, key: tuple[int, int], streams: SampleStreams, shard: SampleShard
 ) -> np.ndarray:
     """Return the mask of a tensor (B, L, D), (B * R, L, D) or (B * L, D) that has some of the tokens of each row."""
     assert streams.positions is not None, "checked by the caller"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindnlp_dp.kernels.memory import empty
+from mindnlp_dp.kernels.memory_pool import empty
 
 
 def scatter_rows(rows: np.ndarray, ids: np.ndarray, num_rows: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.linear_cross_entropy import losses_and_gradients
 from mindnlp_dp.kernels.matmul import add_product, column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
-from mindnlp_dp.kernels.memory import array_of, empty_like, tensor_of
+from mindnlp_dp.kernels.memory_pool import array_of, empty_like, tensor_of
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.kernels.rotary import rotate as rotate_array
 from mindnlp_dp.kernels.rotary import rotate_backward
@@ -291,8 +291,8 @@ class _MatMul(_Function):
 
 def _of_left(g: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Return the gradient of a product's left factor, with the factor's memory layout."""
-    is_whole = left.shape[:-2] == g.shape[:-2] and right.ndim > 2
-    return _summed(matmul_arrays(g, right.swapaxes(-1, -2), left if is_whole else None), left.shape)
+    needs_no_sum = left.shape[:-2] == g.shape[:-2] and right.ndim > 2
+    return _summed(matmul_arrays(g, right.swapaxes(-1, -2), left if needs_no_sum else None), left.shape)
 
 
 def _of_right(g: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -300,8 +300,8 @@ def _of_right(g: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     if right.ndim == 2:
         rows = math.prod(left.shape[:-1])
         return product(left.reshape(rows, left.shape[-1]).T, g.reshape(rows, g.shape[-1]))
-    is_whole = right.shape[:-2] == g.shape[:-2]
-    return _summed(matmul_arrays(left.swapaxes(-1, -2), g, right if is_whole else None), right.shape)
+    needs_no_sum = right.shape[:-2] == g.shape[:-2]
+    return _summed(matmul_arrays(left.swapaxes(-1, -2), g, right if needs_no_sum else None), right.shape)
 
 
 def _summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -471,7 +471,7 @@ class _LinearCrossEntropy(_Function):
         scale = np.float32(array_of(gradient))
         of_x, of_weight, of_bias = (g if g is None or scale == 1 else g * scale for g in ctx.gradients)
         if of_x is not None and ctx.counted is not None:
-            whole = np.zeros((ctx.num_rows, of_x.shape[1]), np.float32)
-            whole[ctx.counted] = of_x
-            of_x = whole
+            spread = np.zeros((ctx.num_rows, of_x.shape[1]), np.float32)
+            spread[ctx.counted] = of_x
+            of_x = spread
         return *(None if g is None else tensor_of(g) for g in (of_x, of_weight, of_bias)), None, None

@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional
 import numpy as np
 
 from mindnlp_dp.kernels.matmul import add_product, product
-from mindnlp_dp.kernels.memory import ITEM_BYTES, empty
+from mindnlp_dp.kernels.memory_pool import ITEM_BYTES, empty
 from mindnlp_dp.kernels.workers import parallel_for_blocks
 
 # The memory of a chunk's logits. Each chunk reads and writes the gradient of the weights once, so that smaller chunks

@@ -16,7 +16,7 @@ from typing import Optional, Union
 import numpy as np
 
 from mindnlp_dp.kernels import onednn
-from mindnlp_dp.kernels.memory import ITEM_BYTES, empty, empty_like
+from mindnlp_dp.kernels.memory_pool import ITEM_BYTES, empty, empty_like
 from mindnlp_dp.kernels.workers import parallel_for
 
 # With tiles of half this size, oneDNN's kernels for AVX2 take up to twice as long for a weight's gradient; larger tiles
@@ -51,7 +51,7 @@ def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> 
     if not out.size or not inner:
         out[...] = 0 if bias is None else bias
         return out
-    if not onednn.is_there():
+    if not onednn.is_available():
         return np.matmul(a, b, out=out) if bias is None else np.add(np.matmul(a, b), bias, out=out)
     if _uses_bfloat16:
         _by_tiles(_for_blas(a), _for_blas(b), bias, out)
@@ -64,7 +64,7 @@ def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> 
 
 def add_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """Add ``a @ b`` to ``out``, a contiguous (M, N) matrix, where oneDNN can without a matrix beside it."""
-    if not onednn.is_there() or _uses_bfloat16:
+    if not onednn.is_available() or _uses_bfloat16:
         out += product(a, b)
         return
     _by_sgemm(a, b, out, add=True)
@@ -132,7 +132,7 @@ def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> n
     a, b = _for_blas(a), _for_blas(b)
     if of_a != of_b:
         a, b = (np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b))
-    if not onednn.is_there():
+    if not onednn.is_available():
         return np.matmul(a, b, out=out)
     if out.strides[-1] == ITEM_BYTES:
         _batched(a, b, out)

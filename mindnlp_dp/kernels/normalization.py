@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional
 import numpy as np
 
 from mindnlp_dp.kernels import onednn
-from mindnlp_dp.kernels.memory import ITEM_BYTES, empty
+from mindnlp_dp.kernels.memory_pool import ITEM_BYTES, empty
 from mindnlp_dp.kernels.workers import SMALLEST_PART, parallel_for, parallel_for_blocks, rows_of_a_block
 
 Weight = Optional[np.ndarray]

@@ -62,7 +62,7 @@ def _library() -> Optional[Any]:
     return None
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     """Return whether MindSpore's oneDNN has a matrix product, as its versions 1 to 3 do."""
     return _library() is not None
 

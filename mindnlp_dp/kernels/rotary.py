@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindnlp_dp.kernels.memory import empty_like
+from mindnlp_dp.kernels.memory_pool import empty_like
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:

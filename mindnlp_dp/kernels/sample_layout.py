@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from mindnlp_dp.runtime.random_state import SampleStreams, Shard, ShardOf
+from mindnlp_dp.runtime.random_state import SampleShard, SampleStreams, ShardOf
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SampleLayout:
         sizes = [None if number in self.tokens else size for number, size in enumerate(self.dims)]
         return self.axis, self.is_in_blocks, *sizes
 
-    def shard_dim(self, shard: Shard) -> int:
+    def shard_dim(self, shard: SampleShard) -> int:
         """Return the number of the dimension in ``dims`` that a shard has a part of."""
         if shard.of is ShardOf.WIDTH:
             return len(self.dims) - 1 - (self.axis or 0)

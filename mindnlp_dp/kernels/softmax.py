@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mindnlp_dp.kernels import onednn
-from mindnlp_dp.kernels.memory import ITEM_BYTES, empty
+from mindnlp_dp.kernels.memory_pool import ITEM_BYTES, empty
 from mindnlp_dp.kernels.workers import SMALLEST_PART, parallel_for, parallel_for_blocks
 
 

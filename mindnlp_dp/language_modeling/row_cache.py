@@ -75,8 +75,8 @@ def _read(path: Path, key: str) -> Optional[Split]:
             found, num_bounds, num_codes, checksum, *counts = json.loads(file.read(_HEADER_BYTES))
             bounds = np.fromfile(file, np.int64, num_bounds)
             codes = np.memmap(path, np.int32, "r", _HEADER_BYTES + 8 * num_bounds, (num_codes,))
-        is_whole = zlib.crc32(codes.data, zlib.crc32(bounds.data)) == checksum
+        is_complete = zlib.crc32(codes.data, zlib.crc32(bounds.data)) == checksum
         truncated, without_labels = counts
     except (OSError, ValueError, TypeError):
         return None
-    return (TokenRows(codes, bounds), truncated, without_labels) if is_whole and found == key else None
+    return (TokenRows(codes, bounds), truncated, without_labels) if is_complete and found == key else None

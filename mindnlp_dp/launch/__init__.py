@@ -1,1 +1,5 @@
-"""Start and end the processes of a job. Contains no training code."""
+"""Starts and ends the processes of a job. Contains no training code.
+
+Read launch_job.py first, the attempts of a job; then monitor/attempt_monitor.py, how an attempt ends;
+processes/local_host.py, how ranks start; rendezvous/membership.py, how hosts meet.
+"""

@@ -2,7 +2,7 @@
 
 The launcher creates an attempt's folder, so it has the files of that attempt only, and they belong to its user. What
 ranks and launchers share while they run is not here, but in memory that no other user can open
-(:mod:`mindnlp_dp.launch.processes.host`).
+(:mod:`mindnlp_dp.launch.processes.local_host`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--log-dir", type=Path, metavar="DIR", help="where worker_R.log go (default: logs/DATE-TIME-PID)")
     add(
-        "--max-restarts", type=_whole, metavar="N",
+        "--max-restarts", type=_non_negative, metavar="N",
         help="restart the job after a failure, at most N times, from its newest checkpoint (default: 0; "
         f"{RESTARTS_OF_ELASTIC_JOBS} for an elastic job)",
     )  # fmt: skip
@@ -52,7 +52,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--tee", choices=("0", "all", "none"), default="0", help="whose output is shown (default: 0, rank 0's)")
     add(
-        "--log-mb", type=_whole, default=JobOptions.log_mb, metavar="MB",
+        "--log-mb", type=_non_negative, default=JobOptions.log_mb, metavar="MB",
         help="the size at which a rank's log is rotated; the previous log stays as worker_R.log.1; 0: "
         f"never (default: {JobOptions.log_mb})",
     )  # fmt: skip
@@ -80,7 +80,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         help="the rendezvous endpoint: an address of the first host, and a port that is free there (default: 29400)",
     )  # fmt: skip
     add(
-        "--node-rank", type=_whole, metavar="R",
+        "--node-rank", type=_non_negative, metavar="R",
         help="this host's number, 0 for the endpoint's (default: what Kubernetes or Slurm says, else found by the "
         "endpoint's address)",
     )  # fmt: skip
@@ -97,7 +97,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)
     add("--master-addr", metavar="HOST", help="the endpoint in another way")
-    add("--master-port", type=_whole, default=29400, metavar="PORT", help="(default: 29400)")
+    add("--master-port", type=_non_negative, default=29400, metavar="PORT", help="(default: 29400)")
     run.add_argument("--standalone", action="store_true", help="one host, the default; torchrun's option")
     run.add_argument("-m", "--module", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     # SCRIPT and ARGS are one argument: argparse removes a -- from the first of two.
@@ -207,7 +207,7 @@ def _nproc(text: str) -> MinMax:
     return MinMax(number, number)
 
 
-def _whole(text: str) -> int:
+def _non_negative(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
     return int(text)
@@ -245,7 +245,7 @@ _OF_TORCHRUN = {
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options that say how a job is monitored and restarted; used by :class:`~mindnlp_dp.launch.job.Job`.
+    """Options that say how a job is monitored and restarted; used by :class:`~mindnlp_dp.launch.launch_job.Job`.
 
     Attributes:
         hang_timeout: seconds without progress of any rank after which the job is ended; 0: never.

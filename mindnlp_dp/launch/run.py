@@ -1,7 +1,7 @@
 """``mindnlp-dp run``: decide which part this host has in a job, and run the job.
 
 :mod:`mindnlp_dp.commands.main` calls :func:`run_job`, which returns the exit code of the first rank that failed, or 0.
-A single host, or the host of the endpoint, leads the job (:mod:`mindnlp_dp.launch.job`); every other host follows its
+A single host, or the host of the endpoint, leads the job (launch_job.py); every other host follows its
 orders (:mod:`mindnlp_dp.launch.rendezvous.client`).
 """
 
@@ -20,11 +20,11 @@ from typing import Any, Optional, Union
 
 from mindnlp_dp.launch.errors import LaunchError, LeaderLostError
 from mindnlp_dp.launch.event_loop import EventLoop
-from mindnlp_dp.launch.job import Job
+from mindnlp_dp.launch.launch_job import Job
 from mindnlp_dp.launch.log_dir import LogDir
 from mindnlp_dp.launch.monitor.background_output import BackgroundOutput, stop_waiting_for_readers
 from mindnlp_dp.launch.options import JobOptions
-from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.launch.processes.local_host import LocalHost
 from mindnlp_dp.launch.processes.run_module import PYTHON_VARIABLE
 from mindnlp_dp.launch.rendezvous.client import HostAgent
 from mindnlp_dp.launch.rendezvous.membership import Membership, MinMax

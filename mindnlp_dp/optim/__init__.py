@@ -7,11 +7,11 @@ ranks and any split of the work::
             (fused/block_sums.py)  one small  (flat_updater.py) (fused/rules.py) (fused/flat_weights.py)
                                    all-reduce                   its state: zero/state_registry.py
 
-``zero_stage`` (factory.py) sets which rank updates what, after Rajbhandari, Rasley, Ruwase and He, "ZeRO: memory
-optimizations toward training trillion parameter models", 2020. Stage 0: every rank updates everything. Stage 1: each
-rank updates one slice, and only it has the optimizer state of this slice. Stage 2: it also gets only this slice of the
-gradients. CPU ranks of one host that shard the update share one set of weights, and send nothing. Optimizers that have
-no rule here run on full parameters (zero/parameterwise.py).
+``zero_stage`` (updater_factory.py) sets which rank updates what, after Rajbhandari, Rasley, Ruwase and He, "ZeRO:
+memory optimizations toward training trillion parameter models", 2020. Stage 0: every rank updates everything. Stage 1:
+each rank updates one slice, and only it has the optimizer state of this slice. Stage 2: it also gets only this slice of
+the gradients. CPU ranks of one host that shard the update share one set of weights, and send nothing. Optimizers that
+have no rule here run on full parameters (zero/parameterwise.py).
 
 The package also has Muon, and optimizers for large batches, LARS and LAMB, with the interface of MindNLP's, and rules
 for the learning rate. They are imported at first use, because importing MindNLP's optimizers takes seconds.

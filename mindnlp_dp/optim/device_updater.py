@@ -24,9 +24,9 @@ import mindspore
 import numpy as np
 
 from mindnlp_dp.communication.lazy_arrays import materialize
-from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
-from mindnlp_dp.data_parallel.buckets.base import Bucket
-from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
+from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket
+from mindnlp_dp.data_parallel.buckets.device_bucket import DeviceBucket
 from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.updater import MindNLPUpdater, Updater
@@ -55,6 +55,8 @@ class DeviceUpdater(MindNLPUpdater):
         zero_stage: The ZeRO stage: 1 or 2.
     """
 
+    reads_buckets = True
+
     def __init__(
         self, optimizer: Any, synchronizer: GradientSynchronizer, zero_stage: int, scheduler: Any = None
     ) -> None:
@@ -70,21 +72,21 @@ class DeviceUpdater(MindNLPUpdater):
         # The names and types of each parameter's state; None before its first update. The same on every rank.
         self._types: list[Optional[dict[str, Optional[str]]]] = [None for _ in self.parameters]
         synchronizer.scatter, synchronizer.keeps_tensors = zero_stage == 2, True
-        synchronizer.before_packing = self._let_go
+        synchronizer.before_packing = self._release_views
         self._arrange()
 
-    def _let_go(self) -> None:
+    def _release_views(self) -> None:
         self._packed, self._buckets = (), []
 
     def _arrange(self) -> None:
         """Create the pieces of the current buckets, and move the existing state to them. A collective."""
-        state = {index: self._whole_state(index) for index in range(len(self.parameters)) if self._types[index]}
+        state = {index: self._full_state(index) for index in range(len(self.parameters)) if self._types[index]}
         self._packed = self._sync.buckets
         self._buckets = [bucket for bucket in self._packed if isinstance(bucket, DeviceBucket)]
         self._pieces = [self._own_pieces(bucket) for bucket in self._buckets]
         self._state.clear()
-        for index, whole in state.items():
-            self._put(index, whole)
+        for index, full in state.items():
+            self._put(index, full)
         self._adopt_state()
 
     def _own_pieces(self, bucket: DeviceBucket) -> list[_OwnPiece]:
@@ -104,9 +106,9 @@ class DeviceUpdater(MindNLPUpdater):
 
     # The update.
 
-    def average(self, window: Any) -> Optional[Slices]:
-        used = window.reduce_in_place()
-        self._sum_of_squares = window.sum_of_squares
+    def receive(self, gradients: Optional[np.ndarray], synchronizer: Any) -> Optional[Slices]:
+        used = gradients
+        self._sum_of_squares = synchronizer.sum_of_squares
         if self._sync.buckets is not self._packed:
             self._arrange()
         if used is None:
@@ -173,7 +175,7 @@ class DeviceUpdater(MindNLPUpdater):
         """Replace the optimizer's parameters and state by these pieces and their state, inside the context."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         everything = [group["params"] for group in groups]
-        numbers = {id(p): number for number, whole in enumerate(everything) for p in whole}
+        numbers = {id(p): number for number, full in enumerate(everything) for p in full}
         try:
             self.optimizer.state = self._state
             for group in groups:
@@ -185,8 +187,8 @@ class DeviceUpdater(MindNLPUpdater):
             yield
         finally:
             self.optimizer.state = state
-            for group, whole in zip(groups, everything):
-                group["params"] = whole
+            for group, full in zip(groups, everything):
+                group["params"] = full
 
     def _publish(self, number: int, used: np.ndarray) -> None:
         """Give the new weights of a bucket to every rank. A collective."""
@@ -201,11 +203,11 @@ class DeviceUpdater(MindNLPUpdater):
             dtype = getattr(mindspore, bucket.layout.dtype)
             parts.append(mindspore.ops.zeros((last - first - length,), dtype))
         mine = mindspore.ops.cat(parts) if len(parts) > 1 else copy_of(parts[0])
-        whole = self._channel.all_gather_flat(mine)
+        full = self._channel.all_gather_flat(mine)
         begin = 0
         for slot in bucket.layout.slots:
             if used[slot.index] and slot.numel:
-                part = whole[begin : begin + slot.numel].reshape(slot.shape)
+                part = full[begin : begin + slot.numel].reshape(slot.shape)
                 set_weight(self.parameters[slot.index], copy_of(part))
             begin += slot.numel
 
@@ -240,27 +242,27 @@ class DeviceUpdater(MindNLPUpdater):
     def _own(self, index: int) -> list[_OwnPiece]:
         return [piece for pieces in self._pieces for piece in pieces if piece.where.index == index]
 
-    def _whole_state(self, index: int, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
+    def _full_state(self, index: int, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         """Return the full state of a parameter, from all ranks' pieces; a collective of all ranks.
 
         With ``sharded``, the arrays are not gathered.
         """
-        whole: dict[str, Any] = {}
+        full: dict[str, Any] = {}
         own, numel = self._own(index), math.prod(self._shapes[index])
         for name, dtype in (self._types[index] or {}).items():
             if dtype is None:
                 values = self._group.all_gather_object([self._state[piece.weight][name] for piece in own])
-                whole[name] = next(value for theirs in values for value in theirs)
+                full[name] = next(value for theirs in values for value in theirs)
                 continue
             parts = [(piece.where, to_host(self._state[piece.weight][name])) for piece in own]
             if sharded:
                 pieces = [(where.start, part) for where, part in parts]
-                whole[name] = ShardedArray(FlatLayout(self._shapes[index]), dtype, pieces)
+                full[name] = ShardedArray(FlatLayout(self._shapes[index]), dtype, pieces)
                 continue
             array = gather_array(parts, numel, _host_type(dtype), self._group)
             if keep:
-                whole[name] = from_host(array.reshape(self._shapes[index]), dtype)
-        return whole
+                full[name] = from_host(array.reshape(self._shapes[index]), dtype)
+        return full
 
     def _put(self, index: int, state: Mapping[str, Any]) -> None:
         """Store the parts of a parameter's full state that belong to this rank's pieces."""
@@ -283,7 +285,7 @@ class DeviceUpdater(MindNLPUpdater):
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
         indices = {number: places.get(id(p)) for number, p in enumerate(everything)}
         state = {
-            n: self._whole_state(i, keep=keep, sharded=sharded)
+            n: self._full_state(i, keep=keep, sharded=sharded)
             for n, i in indices.items()
             if i is not None and self._types[i]
         }

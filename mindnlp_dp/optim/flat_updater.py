@@ -43,13 +43,15 @@ _owners_of: weakref.WeakKeyDictionary[Any, OptimizerStateRegistry] = weakref.Wea
 class FlatUpdater(MindNLPUpdater):
     """Updates float32 weights in host memory, for MindNLP optimizers that have a rule.
 
-    The ``gradients`` that :meth:`average` returns and :meth:`update` takes are a mask of the parameters that were used.
+    The ``gradients`` that :meth:`receive` returns and :meth:`update` takes are a mask of the parameters that were used.
 
     Args:
         zero_stage: The ZeRO stage: 0, 1 or 2.
         shard_scope: The ranks that shard the update in stages 1 and 2: those of each "host", so that every host has all
-            of the state, or those of the whole "job".
+            of the state, or all of the "world".
     """
+
+    reads_buckets = True
 
     def __init__(
         self,
@@ -80,55 +82,55 @@ class FlatUpdater(MindNLPUpdater):
         self._num_moved = 0
         self._owners = _owners_of.setdefault(optimizer, OptimizerStateRegistry())
         self._shards: Optional[StateShards] = None
-        self._partition: Optional[tuple[int, ...]] = None
-        self._cut: list[Segment] = []
+        self._runs: Optional[tuple[int, ...]] = None
+        self._kept_segments: list[Segment] = []
         synchronizer.scatter = (
             zero_stage == 2 and shard_scope == "world" and isinstance(synchronizer.channel, HostChannel)
         )
-        synchronizer.before_packing = self._let_go
+        synchronizer.before_packing = self._release_views
         self._arrange()
 
-    def _let_go(self) -> None:
+    def _release_views(self) -> None:
         """Drop every view of the bucket memory before the buckets are repacked."""
-        self.place.release_views()
-        self._partition, self._cut = None, []
+        self.partition.release_views()
+        self._runs, self._kept_segments = None, []
 
     def _arrange(self) -> None:
         """Arrange weights and state for the current buckets. A collective."""
-        self.place = Partition(self._sync, shard_scope=self._shard_scope, may_share=self._may_share)
+        self.partition = Partition(self._sync, shard_scope=self._shard_scope, may_share=self._may_share)
         self._sums.fill(0)
-        self.place.sums_view(functools.partial(self._blocks.put, self._sums))
+        self.partition.sums_view(functools.partial(self._blocks.put, self._sums))
         self._adopt_state(self._new_shards())
         self._matrices = self._new_owners()
 
     def _new_shards(self) -> StateShards:
         names = [self._rule.names_of(group) for group in self._groups()]
         return StateShards(
-            names, self._shapes, self.place.updated, self.place.state_numel, self._group,
-            is_whole=self.zero_stage == 0,
+            names, self._shapes, self.partition.updated, self.partition.state_numel, self._group,
+            is_full=self.zero_stage == 0,
         )  # fmt: skip
 
     def _new_owners(self) -> MatrixOwners:
         if not self.zero_stage:
-            return MatrixOwners([self.place.updated], 0, lambda mine: [mine])
-        everyone = self._group.all_gather_object(self.place.updated)
+            return MatrixOwners([self.partition.updated], 0, lambda mine: [mine])
+        everyone = self._group.all_gather_object(self.partition.updated)
         return MatrixOwners(everyone, self._group.rank, self._group.all_gather)
 
     # The update.
 
-    def average(self, window: Any) -> Optional[np.ndarray]:
-        used, self._scale = window.reduce_in_place(), 1.0
-        if self._sync.buckets is not self.place.buckets:
+    def receive(self, gradients: Optional[np.ndarray], synchronizer: Any) -> Optional[np.ndarray]:
+        self._scale = 1.0
+        if self._sync.buckets is not self.partition.buckets:
             self._arrange()
-            self.place.read_sums()
-        return used
+            self.partition.read_sums()
+        return gradients
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         return Updater.clip(self, gradients, max_norm)
 
-    def show(self, gradients: Any, look: Callable[[], None]) -> Any:
+    def call_with_gradients(self, gradients: Any, before_update: Callable[[], None]) -> Any:
         # The gradients are in the buckets, and on several ranks each has a part of them.
-        return Updater.show(self, gradients, look)
+        return Updater.call_with_gradients(self, gradients, before_update)
 
     def scale(self, gradients: Any, factor: float) -> Any:
         self._scale = factor
@@ -145,9 +147,9 @@ class FlatUpdater(MindNLPUpdater):
         Raises:
             RuntimeError: Raised on every rank if the optimizer of any rank was changed and now computes something else.
         """
-        # A bucket that no rank used in this window still has the sums of an earlier one.
+        # A bucket that no rank used in this update still has the sums of an earlier one.
         mine = np.where(gradients[self._blocks.owners], self._sums, 0)
-        notes = [float(len(self.place.weights.moved())), float(not self.follows_optimizer())]
+        notes = [float(len(self.partition.weights.moved())), float(not self.follows_optimizer())]
         everyone = self._group.all_reduce(np.append(mine, notes), every_step=True)
         sums, self._num_moved, num_changed = everyone[:-2], int(everyone[-2]), int(everyone[-1])
         if num_changed:
@@ -157,7 +159,7 @@ class FlatUpdater(MindNLPUpdater):
                 "group has maximize or amsgrad. Do that on every rank before training begins: in on_train_begin at "
                 "the latest, or before make_train_step"
             )
-        if self._scope.is_whole:
+        if self._scope.is_full:
             return math.sqrt(sums.sum())
         by_parameter = np.bincount(self._blocks.owners, weights=sums, minlength=len(self.parameters))
         return math.sqrt(self._scope.total(by_parameter))
@@ -167,8 +169,8 @@ class FlatUpdater(MindNLPUpdater):
 
     def update(self, gradients: Any) -> None:
         if self._num_moved:
-            self.place.weights.write_back(self._group, writes=self.place.writes, wait=self.place.wait)
-        self._take_back()
+            self.partition.weights.write_back(self._group, writes=self.partition.writes, wait=self.partition.wait)
+        self._reload_if_replaced()
         steps = self._state.steps
         for index in np.flatnonzero(gradients):
             steps[index] += 1
@@ -179,17 +181,17 @@ class FlatUpdater(MindNLPUpdater):
         )  # fmt: skip
         self._rule.apply(segments, update)
         if self.zero_stage:
-            self.place.publish(self._group.all_gather)
-        self.place.weights.broadcast_scalars()
+            self.partition.publish(self._group.all_gather)
+        self.partition.weights.broadcast_scalars()
         self._show_state()
         # A scheduler checks this attribute.
         self.optimizer._opt_called = True
 
     def release(self) -> None:
-        self.place.release()
+        self.partition.release()
 
     def unshare(self) -> None:
-        self.place.weights.unshare()
+        self.partition.weights.unshare()
 
     def _groups(self) -> list[Any]:
         """Return the optimizer's group of every parameter; None for a parameter that it does not update."""
@@ -203,16 +205,16 @@ class FlatUpdater(MindNLPUpdater):
     def _segments(self, used: np.ndarray) -> list[Segment]:
         """Return the segments to update, split where hyperparameters change; reused if the split is the same."""
         numbers: dict[Any, int] = {}
-        partition = []
+        runs = []
         for index, group in enumerate(self._groups()):
             if used[index] and group is not None:
                 key = self._rule.key(group, self._state.steps[index])
-                partition.append(numbers.setdefault(key, len(numbers)))
+                runs.append(numbers.setdefault(key, len(numbers)))
             else:
-                partition.append(-1)
-        if tuple(partition) != self._partition:
-            self._partition, self._cut = tuple(partition), self.place.segments(partition, self._state.arrays)
-        return self._cut
+                runs.append(-1)
+        if tuple(runs) != self._runs:
+            self._runs, self._kept_segments = tuple(runs), self.partition.segments(runs, self._state.arrays)
+        return self._kept_segments
 
     # The optimizer's state.
 
@@ -228,10 +230,10 @@ class FlatUpdater(MindNLPUpdater):
         own = {id(p): state for p in self.parameters if (state := self.optimizer.state.pop(p, None))}
         self._owners.adopt(own)
         self._owners.transfer(self.parameters, shards)
-        self._shards, self._partition = shards, None
+        self._shards, self._runs = shards, None
         self._show_state()
 
-    def _take_back(self) -> None:
+    def _reload_if_replaced(self) -> None:
         """Adopt the state again if a state was loaded or another step of this optimizer had it. A collective."""
         self._owners.load_if_replaced(self.optimizer)
         if not self._owners.is_held_by(self._state, self.parameters):
@@ -250,10 +252,10 @@ class FlatUpdater(MindNLPUpdater):
                     for name in self._state.names[index]:
                         entry[name] = self._state.view(index, name)
                 if self._rule.counts_steps:
-                    entry["step"] = _step_of_its_own(steps)
+                    entry["step"] = _new_step(steps)
 
     def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
-        self._take_back()
+        self._reload_if_replaced()
         state: dict[int, dict[str, Any]] = {}
         places = {id(p): index for index, p in enumerate(self.parameters)}
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -266,14 +268,14 @@ class FlatUpdater(MindNLPUpdater):
                 if sharded and self.zero_stage:
                     state[number][name] = self._state.pieces(index, name)
                     continue
-                whole = self._state.whole(index, name)
+                full = self._state.full(index, name)
                 if keep:
-                    state[number][name] = from_host(whole, "float32")
+                    state[number][name] = from_host(full, "float32")
         groups = self.optimizer.state_dict()["param_groups"]
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        if self._sync.buckets is not self.place.buckets:
+        if self._sync.buckets is not self.partition.buckets:
             self._arrange()
         self.optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -282,13 +284,13 @@ class FlatUpdater(MindNLPUpdater):
         self._adopt_state(self._state)
 
 
-def give_back_state(optimizer: Any, parameters: Sequence[Any]) -> None:
+def return_state(optimizer: Any, parameters: Sequence[Any]) -> None:
     """Give an optimizer that had a :class:`FlatUpdater` the full state of these parameters. A collective."""
     registry = _owners_of.get(optimizer)
     if registry is not None:
-        registry.give_back(optimizer, parameters, _step_of_its_own)
+        registry.return_state(optimizer, parameters, _new_step)
 
 
-def _step_of_its_own(steps: int) -> Any:
+def _new_step(steps: int) -> Any:
     # Optimizers of MindNLP 0.5 increment the step in place.
     return mindnlp_api().tensor(float(steps)) if mindnlp_series() == "0.5" else steps

@@ -18,8 +18,8 @@ import numpy as np
 
 from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.communication.lazy_arrays import materialize
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.model_scope import ModelScope
+from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 from mindnlp_dp.runtime.arrays import inspection, number_of, read
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
@@ -64,17 +64,18 @@ class Updater(abc.ABC):
     """
 
     scheduler: Any = None
-    # The sum of squares of the gradients that average() returned, if the exchange has read it; else None.
+    # Whether the gradients are read from the buckets of the synchronizer: its reduce(in_place=True).
+    reads_buckets = False
+    # The sum of squares of the gradients, if the exchange has read it; else None.
     _sum_of_squares: Optional[float] = None
 
     def __init__(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         self.optimizer = optimizer
         self.parameters = parameters
 
-    def average(self, window: GradientAccumulator) -> Any:
-        """Exchange a window and return the ``gradients`` that the other methods take. A collective."""
-        gradients = window.reduce()
-        self._sum_of_squares = window.sum_of_squares
+    def receive(self, gradients: Any, synchronizer: Synchronizer) -> Any:
+        """Return the ``gradients`` that the other methods take, from what ``synchronizer.reduce`` has returned."""
+        self._sum_of_squares = synchronizer.sum_of_squares
         return gradients
 
     def step(
@@ -89,7 +90,7 @@ class Updater(abc.ABC):
     ) -> StepResult:
         """Clip averaged gradients to ``max_norm``, update the weights, and step the scheduler. A collective.
 
-        If the gradients are not finite, the weights stay, and the result says so. ``gradients`` are None for a window
+        If the gradients are not finite, the weights stay, and the result says so. ``gradients`` are None for an update
         in which no micro-batch counted: then only the scheduler steps.
 
         Args:
@@ -111,7 +112,7 @@ class Updater(abc.ABC):
                 on_problem(result.problem)
             else:
                 if before_update is not None:
-                    gradients = self.show(gradients, before_update)
+                    gradients = self.call_with_gradients(gradients, before_update)
                 with span("update"):
                     self.update(gradients)
                     after_update()
@@ -133,12 +134,12 @@ class Updater(abc.ABC):
             norm = math.inf
         return self.scale(gradients, min(1.0, max_norm / (norm + 1e-6))), norm
 
-    def show(self, gradients: Any, look: Callable[[], None]) -> Any:
+    def call_with_gradients(self, gradients: Any, before_update: Callable[[], None]) -> Any:
         """Call a function while the averaged gradients are at their parameters, if this updater has them there.
 
         Returns the gradients to use, which the function may have changed.
         """
-        look()
+        before_update()
         return gradients
 
     def follows_optimizer(self) -> bool:
@@ -202,17 +203,17 @@ class MindNLPUpdater(Updater):
         # MindNLP computes the norm in the gradients' type: in float16, 10000 elements of value 3 overflow. On a device
         # it would be one more wait, and another norm than that of the other zero_stages.
         is_known = self._sum_of_squares is not None
-        if is_known or not self._scope.is_whole or any(p.dtype != mindspore.float32 for p in self.parameters):
+        if is_known or not self._scope.is_full or any(p.dtype != mindspore.float32 for p in self.parameters):
             return super().clip(gradients, max_norm)
         self._attach(gradients)
         norm = mindnlp_api().nn.utils.clip_grad_norm_(self.parameters, max_norm)
         return [parameter.grad for parameter in self.parameters], number_of(norm)
 
     def are_finite(self, gradients: Any) -> bool:
-        return super().are_finite(gradients) if self._scope.is_whole else math.isfinite(self.norm(gradients))
+        return super().are_finite(gradients) if self._scope.is_full else math.isfinite(self.norm(gradients))
 
     def norm(self, gradients: Sequence[Optional[Any]]) -> float:
-        if self._sum_of_squares is not None and self._scope.is_whole:
+        if self._sum_of_squares is not None and self._scope.is_full:
             return math.sqrt(self._sum_of_squares)
         return math.sqrt(self._scope.total(_sums_of_squares(gradients)))
 
@@ -233,12 +234,12 @@ class MindNLPUpdater(Updater):
                 group["params"] = [p for p in group["params"] if id(p) in wanted]
             self.optimizer.step()
         finally:
-            for group, whole in zip(groups, everything):
-                group["params"] = whole
+            for group, full in zip(groups, everything):
+                group["params"] = full
 
-    def show(self, gradients: Any, look: Callable[[], None]) -> Any:
+    def call_with_gradients(self, gradients: Any, before_update: Callable[[], None]) -> Any:
         self._attach(gradients)
-        look()
+        before_update()
         return [parameter.grad for parameter in self.parameters]
 
     def finish(self) -> None:
@@ -247,7 +248,7 @@ class MindNLPUpdater(Updater):
         self._release_gradients()
 
     def _release_gradients(self) -> None:
-        # The next window's result can then reuse the memory of these gradients.
+        # The next update's result can then reuse the memory of these gradients.
         self._attach([None] * len(self.parameters))
 
     def _step_scheduler(self) -> None:

@@ -31,7 +31,7 @@ from typing import Any, Optional
 from mindnlp_dp.communication.default_group import get_process_group, set_data_group
 from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.schedules.mesh_spec import Size, size_text
+from mindnlp_dp.runtime.mesh_spec import Size, size_text
 
 # Data, pipeline, expert, sequence and tensor parallelism.
 AXES = ("dp", "pp", "ep", "sp", "tp")

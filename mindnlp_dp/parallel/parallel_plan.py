@@ -41,8 +41,8 @@ class TensorPlan:
     """
 
     layers: Mapping[str, str]
-    divided: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    apart: Sequence[str] = ()
+    per_rank_attributes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sharded_dropout: Sequence[str] = ()
     head: Optional[str] = None
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class TensorPlan:
             raise ValueError(f"head must be None or one of {', '.join(_HEADS.values())}, got {self.head!r}")
 
     def patterns(self) -> list[str]:
-        return [*self.layers, *self.divided, *self.apart]
+        return [*self.layers, *self.per_rank_attributes, *self.sharded_dropout]
 
 
 def _style(pattern: str, style: str) -> str:
@@ -135,8 +135,8 @@ def _bert(prefix: str) -> ShardingPlan:
                 "*cls.predictions.decoder": "vocab_parallel",
                 "*lm_head.decoder": "vocab_parallel",
             },
-            divided={"*attention.self": ("num_attention_heads", "all_head_size")},
-            apart=("*attention.self.dropout",),
+            per_rank_attributes={"*attention.self": ("num_attention_heads", "all_head_size")},
+            sharded_dropout=("*attention.self.dropout",),
         ),
         PipelinePlan(layers=f"{prefix}encoder.layer", first=(f"{prefix}embeddings",)),
     )
@@ -152,8 +152,8 @@ def _gpt2(prefix: str) -> ShardingPlan:
                 "*.c_proj": "rowwise",
                 "*lm_head": "vocab_parallel",
             },
-            divided={"*.attn": ("num_heads", "split_size")},
-            apart=("*.attn.attn_dropout",),
+            per_rank_attributes={"*.attn": ("num_heads", "split_size")},
+            sharded_dropout=("*.attn.attn_dropout",),
         ),
         PipelinePlan(layers=f"{prefix}h", first=(f"{prefix}wte", f"{prefix}wpe", f"{prefix}drop")),
     )
@@ -174,9 +174,9 @@ def _t5(prefix: str) -> ShardingPlan:
                 "*relative_attention_bias": "colwise",
                 "*lm_head": "vocab_parallel",
             },
-            divided={"*Attention": ("n_heads", "inner_dim")},
+            per_rank_attributes={"*Attention": ("n_heads", "inner_dim")},
             # The dropout of attention weights is not a module here; the attention has no other randomness.
-            apart=("*Attention", "*DenseReluDense.dropout"),
+            sharded_dropout=("*Attention", "*DenseReluDense.dropout"),
         ),
         PipelinePlan(encoder=f"{prefix}encoder"),
     )
@@ -199,8 +199,8 @@ def _llama(prefix: str, *, first: Sequence[str] = ("embed_tokens",), **layers: s
     return ShardingPlan(
         TensorPlan(
             layers={f"*{name}": style for name, style in styles.items()},
-            divided={"*self_attn": ("num_heads", "num_key_value_heads", "hidden_size", "embed_dim")},
-            apart=("*self_attn",),
+            per_rank_attributes={"*self_attn": ("num_heads", "num_key_value_heads", "hidden_size", "embed_dim")},
+            sharded_dropout=("*self_attn",),
         ),
         PipelinePlan(layers=f"{prefix}layers", first=[f"{prefix}{name}" for name in first]),
     )
@@ -266,8 +266,8 @@ def plan_for(model: Any) -> ShardingPlan:
     assert plan.pipeline is not None
     tensor = TensorPlan(
         layers={pattern: plan.tensor.layers[pattern] for pattern in _fitting(plan.tensor.layers, modules)},
-        divided=_attributes_here(plan.tensor.divided, modules),
-        apart=_fitting(plan.tensor.apart, modules),
+        per_rank_attributes=_present_attributes(plan.tensor.per_rank_attributes, modules),
+        sharded_dropout=_fitting(plan.tensor.sharded_dropout, modules),
         head=head_of(inner),
     )
     first = [name for name in plan.pipeline.first if modules.get(name) is not None]
@@ -331,12 +331,14 @@ def _fitting(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
 
 
-def _attributes_here(divided: Mapping[str, Sequence[str]], modules: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+def _present_attributes(
+    per_rank_attributes: Mapping[str, Sequence[str]], modules: Mapping[str, Any]
+) -> dict[str, Sequence[str]]:
     """Leave out the attributes that this model's modules do not have."""
     found: dict[str, Sequence[str]] = {}
-    for pattern in _fitting(divided, modules):
+    for pattern in _fitting(per_rank_attributes, modules):
         module = next(module for name, module in modules.items() if fnmatchcase(name, pattern))
-        found[pattern] = [attribute for attribute in divided[pattern] if hasattr(module, attribute)]
+        found[pattern] = [attribute for attribute in per_rank_attributes[pattern] if hasattr(module, attribute)]
     return found
 
 

@@ -20,18 +20,18 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
 from mindnlp_dp.parallel.model_edits import ModelEdits, ModelIndex
-from mindnlp_dp.parallel.parallel_model import ParallelModel
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, check_support, head_of, plan_for, plan_within_adapters
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline, check_pipeline
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, pipeline_edits
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
 from mindnlp_dp.parallel.placement import Placements, replicate_all, take_shards
 from mindnlp_dp.parallel.plan_check import PlanCheck
-from mindnlp_dp.parallel.sequence_parallel.edits import sequence_parallel_edits
-from mindnlp_dp.parallel.sequence_parallel.shards import SequenceShards
+from mindnlp_dp.parallel.sequence_parallel.sequence_edits import sequence_parallel_edits
+from mindnlp_dp.parallel.sequence_parallel.token_shards import SequenceShards
 from mindnlp_dp.parallel.sharded_head import sharded_head_edits
-from mindnlp_dp.parallel.tensor_parallel.edits import rank_local_dropouts, tensor_parallel_edits
+from mindnlp_dp.parallel.sharded_model import ShardedModel
 from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, expert_parallel_edits
+from mindnlp_dp.parallel.tensor_parallel.tensor_edits import rank_local_dropouts, tensor_parallel_edits
 from mindnlp_dp.parallel.weights.meta_init import fill_missing
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles
 from mindnlp_dp.runtime.adapters import base_model
@@ -122,7 +122,7 @@ def parallelize(
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
     originals = {placements[name].name: weight for name, weight in all_names(model).items()}
     mesh.world.run_on(True, edits.apply, "cutting the model")
-    parallel = ParallelModel(model, placements, row_weights if mesh.sizes["ep"] > 1 else None)
+    parallel = ShardedModel(model, placements, row_weights if mesh.sizes["ep"] > 1 else None)
     if mesh.sizes["pp"] > 1:
         parallel.pipeline = Pipeline(model, mesh, stage_input, schedule)
 
@@ -139,7 +139,7 @@ def parallelize(
     if not mesh.is_data_parallel:
         model.parallel = parallel
         for name, parameter in model.named_parameters():
-            parameter.name_in_whole, parameter.parallel = name, parallel
+            parameter.full_name, parameter.parallel = name, parallel
     if checking is not None:
         result = checking.compare(model, parallel)
         if mesh.world.is_main:

@@ -37,7 +37,7 @@ class Placement:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    cut: Optional[Shard] = None
+    shard: Optional[Shard] = None
     stages: tuple[int, ...] = (0,)
     expert_rank: Optional[int] = None
     trains: bool = True
@@ -89,20 +89,20 @@ class Placements(Mapping[str, Placement]):
         mesh = self.mesh
         return mesh.index("pp") in placement.stages and placement.expert_rank in (None, mesh.index("ep"))
 
-    def part(self, placement: Placement, whole: np.ndarray) -> np.ndarray:
+    def part(self, placement: Placement, full: np.ndarray) -> np.ndarray:
         """Return this rank's shard of a full array, or the array itself if it is not sharded."""
-        cut, mesh = placement.cut, self.mesh
-        return whole if cut is None else cut.part(whole, mesh.index("tp"), mesh.sizes["tp"])
+        shard, mesh = placement.shard, self.mesh
+        return full if shard is None else shard.part(full, mesh.index("tp"), mesh.sizes["tp"])
 
     def shape_here(self, placement: Placement) -> tuple[int, ...]:
-        cut, mesh = placement.cut, self.mesh
-        return placement.shape if cut is None else cut.shape(placement.shape, mesh.index("tp"), mesh.sizes["tp"])
+        shard, mesh = placement.shard, self.mesh
+        return placement.shape if shard is None else shard.shape(placement.shape, mesh.index("tp"), mesh.sizes["tp"])
 
     def sharded(self, placement: Placement, mine: ShardedArray) -> ShardedArray:
         """Return the full array of which ``mine`` is this rank's shard, or has this rank's pieces of the shard."""
-        cut, mesh = placement.cut, self.mesh
-        layout = FlatLayout(placement.shape, cut, 1 if cut is None else mesh.sizes["tp"])
-        return mine.within(layout, 0 if cut is None else mesh.index("tp"))
+        shard, mesh = placement.shard, self.mesh
+        layout = FlatLayout(placement.shape, shard, 1 if shard is None else mesh.sizes["tp"])
+        return mine.within(layout, 0 if shard is None else mesh.index("tp"))
 
     def owns(self, placement: Placement) -> bool:
         """Return whether this rank, of the model-parallel ranks with the same data, adds it to a sum over the model."""
@@ -110,11 +110,11 @@ class Placements(Mapping[str, Placement]):
         return (
             here["pp"] == min(placement.stages)
             and here["dp_in_stage"] == here["sp"] == 0
-            and (placement.cut is not None or here["tp"] == 0)
+            and (placement.shard is not None or here["tp"] == 0)
             and (placement.expert_rank is not None or here["ep"] == 0)
         )
 
-    def whole(
+    def full(
         self,
         placement: Placement,
         mine: Optional[np.ndarray],
@@ -129,13 +129,13 @@ class Placements(Mapping[str, Placement]):
         """
         mesh = self.mesh
         dtype = dtype or placement.dtype
-        whole = np.zeros(placement.shape, np.float32 if dtype == "bfloat16" else dtype)
+        full = np.zeros(placement.shape, np.float32 if dtype == "bfloat16" else dtype)
         if mine is not None and self.owns(placement):
-            if placement.cut is None:
-                whole = mine
+            if placement.shard is None:
+                full = mine
             else:
-                placement.cut.put(mine, whole, mesh.index("tp"), mesh.sizes["tp"])
-        return _exact_sum(whole, group or mesh.model_parallel_group)
+                placement.shard.put(mine, full, mesh.index("tp"), mesh.sizes["tp"])
+        return _exact_sum(full, group or mesh.model_parallel_group)
 
 
 def _exact_sum(array: np.ndarray, group: ProcessGroup) -> np.ndarray:
@@ -147,17 +147,17 @@ def _exact_sum(array: np.ndarray, group: ProcessGroup) -> np.ndarray:
 def replicate_all(model: Any, mesh: DeviceMesh) -> Placements:
     """Return placements with every parameter on every rank; edits (model_edits.py) change them."""
     names_of: dict[int, list[str]] = {}
-    whole = []
+    full = []
     stages = tuple(range(mesh.sizes["pp"]))
     for name, weight in all_names(model).items():
         known = names_of.setdefault(id(weight), [])
         known.append(name)
         if len(known) == 1:
             trains = bool(getattr(weight, "requires_grad", False))
-            whole.append(Placement(name, tuple(weight.shape), dtype_name(weight), stages=stages, trains=trains))
+            full.append(Placement(name, tuple(weight.shape), dtype_name(weight), stages=stages, trains=trains))
     aliases = {name: names[0] for names in names_of.values() for name in names}
     base = getattr(base_model(model)[1], "base_model_prefix", "")
-    return Placements(mesh, whole, aliases, f"{base}." if base else "")
+    return Placements(mesh, full, aliases, f"{base}." if base else "")
 
 
 def take_shards(model: Any, placements: Placements) -> None:
@@ -171,7 +171,7 @@ def take_shards(model: Any, placements: Placements) -> None:
             if parameter is None:
                 continue
             placement = placements[f"{name}.{kind}" if name else kind]
-            if placement.cut is not None:
+            if placement.shard is not None:
                 if id(parameter) not in new:
                     # The system allocates no memory for these zeros until they are written.
                     zeros = np.zeros(placements.shape_here(placement), np.float32)

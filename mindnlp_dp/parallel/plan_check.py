@@ -19,9 +19,9 @@ from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.data.loss_weight import LossWeigher, loss_mean
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
-from mindnlp_dp.parallel.parallel_model import ParallelModel
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.pipeline_parallel.stages import ReceivedActivations, StagePlaceholder
+from mindnlp_dp.parallel.sharded_model import ShardedModel
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
@@ -57,7 +57,7 @@ class PlanCheck:
         self.loss = loss
         self._gradients = {name: to_host(g).astype(np.float64) for name, g in zip(names, gradients) if g is not None}
 
-    def compare(self, model: Any, parallel: ParallelModel) -> str:
+    def compare(self, model: Any, parallel: ShardedModel) -> str:
         """Return a line that says how well the sharded model agrees. A collective.
 
         Raises:
@@ -90,20 +90,20 @@ class PlanCheck:
         )
 
     def _sharded_loss_and_gradients(
-        self, model: Any, parallel: ParallelModel, names: list[str], parameters: list[Any]
+        self, model: Any, parallel: ShardedModel, names: list[str], parameters: list[Any]
     ) -> tuple[float, list[Any]]:
         """Return the loss and the exchanged gradients when each data-parallel rank has the same batch. A collective."""
-        exchange = parallel.gradient_exchange(list(zip(names, parameters)), overlap=False)
+        synchronizer = parallel.make_synchronizer(list(zip(names, parameters)), overlap=False)
         if parallel.pipeline is None:
             with parallel.micro_step(1.0):
                 loss, gradients = _loss_and_gradients(model, parameters, self._batch)
-            exchange.accumulate(gradients, 1.0 / parallel.loss_replication)
+            synchronizer.accumulate(gradients, 1.0 / parallel.loss_replication)
         else:
             micro = MicroBatch(self._batch, lambda columns: _loss_of(model, columns), self._weight_of, seed=0)
             for step in parallel.pipeline.run([micro], parameters):
                 loss = step.loss
-                exchange.accumulate(step.gradients or [], step.weight / step.loss_replication)
-        return loss, exchange.reduce()
+                synchronizer.accumulate(step.gradients or [], step.loss_weight / step.loss_replication)
+        return loss, synchronizer.reduce()
 
     def _problem(self, loss: float, outputs: list[tuple[str, str, float]], gradients: list[tuple[str, float]]) -> str:
         found = []
@@ -121,18 +121,18 @@ class PlanCheck:
         return "; ".join(found)
 
     def _gradient_errors(
-        self, parallel: ParallelModel, gradients: Mapping[str, Any]
+        self, parallel: ShardedModel, gradients: Mapping[str, Any]
     ) -> tuple[float, list[tuple[str, float]]]:
         """Return the largest relative difference of this rank's gradients, and those that are not rounding."""
         total = float(np.sqrt(sum(float(np.vdot(g, g)) for g in self._gradients.values())))
         worst, wrong = 0.0, []
         for name, gradient in gradients.items():
             placement = parallel.placements[name]
-            whole = self._gradients.get(placement.name)
-            if whole is None or gradient is None:
+            full = self._gradients.get(placement.name)
+            if full is None or gradient is None:
                 continue
-            error = float(np.linalg.norm(to_host(gradient) - parallel.placements.part(placement, whole)))
-            relative = error / max(float(np.linalg.norm(whole)), _LEAST_GRADIENT * total, 1e-30)
+            error = float(np.linalg.norm(to_host(gradient) - parallel.placements.part(placement, full)))
+            relative = error / max(float(np.linalg.norm(full)), _LEAST_GRADIENT * total, 1e-30)
             worst = max(worst, relative)
             if not relative <= GRADIENT_TOLERANCE:
                 wrong.append((placement.name, relative))
@@ -189,11 +189,11 @@ class _Outputs:
             sums = np.array([np.linalg.norm(x), x.sum(), x @ np.cos(np.arange(1, x.size + 1))])
             self.calls[name] = type(module).__name__, tuple(tensor.shape), sums
 
-    def differing(self, whole: _Outputs) -> list[tuple[str, str, float]]:
+    def differing(self, full: _Outputs) -> list[tuple[str, str, float]]:
         """Return the modules whose output has the shape of the whole model's and other values."""
         found = []
         for name, (_, shape, sums) in self.calls.items():
-            kind, expected_shape, expected = whole.calls.get(name, ("", (), sums))
+            kind, expected_shape, expected = full.calls.get(name, ("", (), sums))
             if shape == expected_shape:
                 error = float(np.abs(sums - expected).max() / max(expected[0], 1e-30))
                 if not error <= OUTPUT_TOLERANCE:

@@ -1,7 +1,7 @@
 """Moves a tensor from the ranks and layout of one mesh to those of another, bitwise exactly.
 
 The user makes a :class:`Resharding` from two layouts and runs it on all ranks. The planner decides which rank sends
-which piece to which rank, and in which order (:mod:`mindnlp_dp.schedules.resharding_schedule`); every rank computes the
+which piece to which rank, and in which order (pipeline_schedules/resharding_schedule.py); every rank computes the
 same schedule.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 
 from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.pipeline_schedules.resharding_layouts import Box, Device, UnitTask, box_of, parse_spec, unit_tasks
+from mindnlp_dp.pipeline_schedules.resharding_schedule import schedule_tasks
 from mindnlp_dp.runtime.arrays import to_host
-from mindnlp_dp.schedules.resharding import Box, Device, UnitTask, box_of, parse_spec, unit_tasks
-from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MeshLayout:
     Attributes:
         ranks: ranks of the group, host by host.
         mesh: (hosts, devices per host); their product is the number of ranks.
-        spec: sharding spec, such as "S0RR" (:func:`~mindnlp_dp.schedules.resharding.parse_spec`).
+        spec: sharding spec, such as "S0RR" (:func:`~mindnlp_dp.pipeline_schedules.resharding_layouts.parse_spec`).
     """
 
     ranks: Sequence[int]

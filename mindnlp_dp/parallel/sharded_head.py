@@ -20,7 +20,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.model_edits import Edit, ModelIndex
 from mindnlp_dp.parallel.parallel_plan import TensorPlan, first_match
-from mindnlp_dp.parallel.sequence_parallel.shards import SequenceShards
+from mindnlp_dp.parallel.sequence_parallel.token_shards import SequenceShards
 from mindnlp_dp.parallel.tensor_parallel.layers import vocabulary_parallel_cross_entropy
 from mindnlp_dp.runtime.adapters import base_model
 from mindnlp_dp.runtime.arrays import to_host

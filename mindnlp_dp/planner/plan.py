@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from mindnlp_dp.planner.cost_model.memory import MemoryUse
+from mindnlp_dp.pipeline_schedules.simulation import Timeline
+from mindnlp_dp.planner.cost_model.memory_cost import MemoryUse
 from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism, mesh_of
-from mindnlp_dp.planner.profiles.cluster import Cluster
-from mindnlp_dp.planner.profiles.operators import Model
-from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
-from mindnlp_dp.schedules.pipeline_simulation import Timeline
+from mindnlp_dp.planner.profiles.cluster_profile import Cluster
+from mindnlp_dp.planner.profiles.operator_graph import Model
+from mindnlp_dp.runtime.mesh_spec import Size, mesh_name
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 ``mindnlp-dp plan`` calls :func:`plan`; the benchmarks also call :func:`predict`. The two levels are those of Zheng et
 al., *Alpa* (OSDI 2022): the integer program chooses how each operator is sharded within a stage
-(:mod:`~mindnlp_dp.planner.cost_model.memory`, ``strategies_of``), and the dynamic program chooses the layers of each
+(cost_model/memory_cost.py, ``strategies_of``), and the dynamic program chooses the layers of each
 stage (:mod:`~mindnlp_dp.planner.stage_partition`). Unlike Alpa, the formula also prices messages between stages, the
 number of micro-batches and the optimizer. A simulator that does not use the formula then ranks the best candidates.
 """
@@ -13,16 +13,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
+from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
 from mindnlp_dp.planner.candidates import Candidate, Candidates, divisors, mesh_problem
 from mindnlp_dp.planner.cost_model.stage_costs import layers_of, mesh_of, stages_of_mesh
 from mindnlp_dp.planner.plan import Plan, Plans
-from mindnlp_dp.planner.profiles.cluster import Cluster
-from mindnlp_dp.planner.profiles.operators import Model
+from mindnlp_dp.planner.profiles.cluster_profile import Cluster
+from mindnlp_dp.planner.profiles.operator_graph import Model
 from mindnlp_dp.planner.simulate_step import simulate_step
 from mindnlp_dp.planner.solver.integer_program import InfeasibleError
-from mindnlp_dp.runtime.partition import stage_bounds
-from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
-from mindnlp_dp.schedules.pipeline import SCHEDULES
+from mindnlp_dp.runtime.mesh_spec import Size, mesh_name
+from mindnlp_dp.runtime.shard_bounds import stage_bounds
 
 # Simulate this many meshes, and more as long as candidates are not much slower. Group a model into at most
 # _COARSE_LAYERS layers where stages may have different meshes, and into at most _MOST_LAYERS otherwise.
@@ -123,7 +123,7 @@ def predict(
     if batch % total:
         raise ValueError(f"{rows} rows with {micro_batch} samples each do not divide {batch} samples")
     search = Candidates(model, cluster, batch, zero_stage, [schedule], float("inf"))
-    firsts = layers_of(model, len(model.cuts) + 1)
+    firsts = layers_of(model, len(model.split_points) + 1)
     for sharing in stages:
         problem = mesh_problem(model, pp, sharing, batch, len(firsts))
         if not problem and total % sharing.num_data:

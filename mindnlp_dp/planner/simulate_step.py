@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from mindnlp_dp.pipeline_schedules.schedules import most_in_flight
+from mindnlp_dp.pipeline_schedules.simulation import pipeline_makespan, simulate_pipeline
 from mindnlp_dp.planner.candidates import Candidate, Candidates
 from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism
 from mindnlp_dp.planner.plan import Plan, StagePlan
-from mindnlp_dp.schedules.pipeline import most_in_flight
-from mindnlp_dp.schedules.pipeline_simulation import pipeline_makespan, simulate_pipeline
 
 # A long pipeline is extrapolated from two simulations: of at least this many micro-batches, and of twice as many.
 _PLAYED_MICRO_BATCHES = 256
@@ -104,7 +104,7 @@ def _blocks(search: Candidates, first: int, last: int) -> Optional[tuple[int, in
     model = search.model
     if not model.blocks:
         return None
-    places = [0, *model.cuts, len(model.graph.operators)]
+    places = [0, *model.split_points, len(model.graph.operators)]
     return model.blocks[places.index(first)], model.blocks[places.index(last + 1)]
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.report.pipeline import draw_pipeline
+from mindnlp_dp.report.pipeline_figure import draw_pipeline
 from mindnlp_dp.report.runs import RecordedRun
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart.

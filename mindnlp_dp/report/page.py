@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.report.pipeline import caption
+from mindnlp_dp.report.pipeline_figure import caption
 from mindnlp_dp.report.runs import RecordedRun, read_runs, speed_up
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.printable import printable

@@ -24,10 +24,10 @@ _READING, _BETWEEN_UPDATES = 2**32 - 1, 2**32 - 2
 # The seed in use, and the number of :func:`rank_local_rng` and :func:`replicated_rng` blocks since it was set.
 _current: Optional[int] = None
 
-_num_apart = 0
+_num_rank_local = 0
 
 # The rank and the shard of the innermost block; None where ranks draw the same numbers.
-_part: Optional[tuple[int, Shard]] = None
+_part: Optional[tuple[int, SampleShard]] = None
 
 _streams: Optional[SampleStreams] = None
 
@@ -41,7 +41,7 @@ class ShardOf(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Shard:
+class SampleShard:
     """The part of each sample's elements that a rank has: blocks ``first`` to ``last`` of ``total`` of a dimension."""
 
     first: int
@@ -91,7 +91,7 @@ class SampleStreams:
     choices: frozenset[int] = frozenset()
     starts: Mapping[int, np.ndarray] = field(default_factory=dict)
     record: MaskRecord = field(default_factory=MaskRecord)
-    shard: Optional[Shard] = None
+    shard: Optional[SampleShard] = None
     is_shared: bool = False
 
 
@@ -137,16 +137,16 @@ def seeded(seed: int, streams: Optional[SampleStreams] = None, *, num_calls: int
 
     Dropout draws from ``streams``, where given. It numbers its calls from ``num_calls`` on.
     """
-    global _current, _num_apart, _part, _streams
-    before = _current, _num_apart, _part, _streams
-    _current, _num_apart, _part, _streams = seed, 0, None, streams
+    global _current, _num_rank_local, _part, _streams
+    before = _current, _num_rank_local, _part, _streams
+    _current, _num_rank_local, _part, _streams = seed, 0, None, streams
     _set(seed, num_calls)
     try:
         with restored_generators():
             _seed_generators(seed)
             yield
     finally:
-        _current, _num_apart, _part, _streams = before
+        _current, _num_rank_local, _part, _streams = before
 
 
 @contextlib.contextmanager
@@ -185,7 +185,7 @@ def _seed_generators(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def rank_local_rng(rank: int, shard: Shard) -> Iterator[None]:
+def rank_local_rng(rank: int, shard: SampleShard) -> Iterator[None]:
     """Let each ``rank`` draw the numbers of its ``shard`` in this block; has no effect outside of :func:`seeded`.
 
     With :class:`SampleStreams` they are its part of what one process would draw, otherwise they differ by rank. All
@@ -203,14 +203,14 @@ def replicated_rng() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _drawing(part: Optional[tuple[int, Shard]]) -> Iterator[None]:
-    global _num_apart
+def _drawing(part: Optional[tuple[int, SampleShard]]) -> Iterator[None]:
+    global _num_rank_local
     if _current is None:
         yield
         return
     before = _part
-    _num_apart += 1
-    number = _num_apart
+    _num_rank_local += 1
+    number = _num_rank_local
     _draw_as(part, number)
     try:
         yield
@@ -218,7 +218,7 @@ def _drawing(part: Optional[tuple[int, Shard]]) -> Iterator[None]:
         _draw_as(before, number)
 
 
-def _draw_as(part: Optional[tuple[int, Shard]], number: int) -> None:
+def _draw_as(part: Optional[tuple[int, SampleShard]], number: int) -> None:
     global _part
     assert _current is not None, "called in a seeded block"
     _part = part
@@ -231,7 +231,7 @@ def _draw_as(part: Optional[tuple[int, Shard]], number: int) -> None:
 class RandomState:
     """The state of all random numbers that a model may draw: MindSpore's, MindNLP's, NumPy's and Python's."""
 
-    drawn_from: tuple[Optional[int], int, Optional[tuple[int, Shard]], Optional[SampleStreams]]
+    drawn_from: tuple[Optional[int], int, Optional[tuple[int, SampleShard]], Optional[SampleStreams]]
     generators: tuple[Any, ...]
     global_seed: Optional[int]
     kernel_seeds: dict[Any, int]
@@ -244,7 +244,7 @@ class RandomState:
         generators = tuple(generator.get_state() for generator in _generators())
         seeds = _seeds()
         return cls(
-            (_current, _num_apart, _part, _streams), generators, seeds._GLOBAL_SEED, dict(seeds._KERNEL_SEED),
+            (_current, _num_rank_local, _part, _streams), generators, seeds._GLOBAL_SEED, dict(seeds._KERNEL_SEED),
             np.random.get_state(), random.getstate(),
         )  # fmt: skip
 
@@ -260,8 +260,8 @@ class RandomState:
 
     def restore(self) -> None:
         """Make all generators continue from this state."""
-        global _current, _num_apart, _part, _streams
-        _current, _num_apart, _part, _streams = self.drawn_from
+        global _current, _num_rank_local, _part, _streams
+        _current, _num_rank_local, _part, _streams = self.drawn_from
         for generator, state in zip(_generators(), self.generators):
             generator.set_state(state)
         seeds = _seeds()

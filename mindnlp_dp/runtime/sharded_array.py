@@ -14,7 +14,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.runtime.arrays import dtype_name, to_host
-from mindnlp_dp.runtime.partition import shard_bounds
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,23 @@ class Shard:
     dim: int
     num_blocks: int = 1
 
-    def part(self, whole: np.ndarray, index: int, num_parts: int) -> np.ndarray:
-        return np.concatenate([whole[place] for place in self._places(whole.shape, index, num_parts)], axis=self.dim)
+    def part(self, full: np.ndarray, index: int, num_shards: int) -> np.ndarray:
+        return np.concatenate([full[place] for place in self._places(full.shape, index, num_shards)], axis=self.dim)
 
-    def put(self, part: np.ndarray, whole: np.ndarray, index: int, num_parts: int) -> None:
+    def put(self, part: np.ndarray, full: np.ndarray, index: int, num_shards: int) -> None:
         """Write a rank's part into the full array."""
-        places = self._places(whole.shape, index, num_parts)
+        places = self._places(full.shape, index, num_shards)
         for place, piece in zip(places, np.split(part, self.num_blocks, axis=self.dim)):
-            whole[place] = piece
+            full[place] = piece
 
-    def shape(self, whole: Sequence[int], index: int, num_parts: int) -> tuple[int, ...]:
-        bounds = shard_bounds(whole[self.dim] // self.num_blocks, num_parts)
+    def shape(self, full: Sequence[int], index: int, num_shards: int) -> tuple[int, ...]:
+        bounds = shard_bounds(full[self.dim] // self.num_blocks, num_shards)
         size = self.num_blocks * (bounds[index + 1] - bounds[index])
-        return (*whole[: self.dim], size, *whole[self.dim + 1 :])
+        return (*full[: self.dim], size, *full[self.dim + 1 :])
 
-    def _places(self, shape: Sequence[int], index: int, num_parts: int) -> list[tuple[slice, ...]]:
+    def _places(self, shape: Sequence[int], index: int, num_shards: int) -> list[tuple[slice, ...]]:
         block = shape[self.dim] // self.num_blocks
-        bounds = shard_bounds(block, num_parts)
+        bounds = shard_bounds(block, num_shards)
         before = (slice(None),) * self.dim
         begins = range(0, shape[self.dim], block) if block else ()
         return [(*before, slice(begin + bounds[index], begin + bounds[index + 1])) for begin in begins]
@@ -59,8 +59,8 @@ class FlatLayout:
     """
 
     shape: tuple[int, ...]
-    cut: Optional[Shard] = None
-    num_parts: int = 1
+    shard: Optional[Shard] = None
+    num_shards: int = 1
 
     @property
     def numel(self) -> int:
@@ -68,21 +68,21 @@ class FlatLayout:
 
     def shape_of(self, index: int) -> tuple[int, ...]:
         """Return the shape of one part."""
-        return self.shape if self.cut is None else self.cut.shape(self.shape, index, self.num_parts)
+        return self.shape if self.shard is None else self.shard.shape(self.shape, index, self.num_shards)
 
     def offset_of(self, index: int) -> int:
         """Return the position of a part's first element in the flat array."""
-        return 0 if self.cut is None else sum(math.prod(self.shape_of(earlier)) for earlier in range(index))
+        return 0 if self.shard is None else sum(math.prod(self.shape_of(earlier)) for earlier in range(index))
 
-    def whole(self, flat: np.ndarray) -> np.ndarray:
+    def full(self, flat: np.ndarray) -> np.ndarray:
         """Return the array, in its shape, from its elements in this order."""
-        if self.cut is None:
+        if self.shard is None:
             return flat.reshape(self.shape)
-        whole = np.empty(self.shape, flat.dtype)
-        for index in range(self.num_parts):
+        full = np.empty(self.shape, flat.dtype)
+        for index in range(self.num_shards):
             shape, begin = self.shape_of(index), self.offset_of(index)
-            self.cut.put(flat[begin : begin + math.prod(shape)].reshape(shape), whole, index, self.num_parts)
-        return whole
+            self.shard.put(flat[begin : begin + math.prod(shape)].reshape(shape), full, index, self.num_shards)
+        return full
 
 
 @dataclass(frozen=True)

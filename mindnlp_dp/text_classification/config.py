@@ -9,7 +9,7 @@ from typing import Any
 
 from mindnlp_dp.finetuning.pretrained import check_weights
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, learning_rate_from_scratch, setting
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
 FROM_SCRATCH = "tiny"
 

@@ -85,8 +85,8 @@ def texts_of(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, wh
 def _value(value: Any, kind: str, where: str) -> str:
     """Return a text or a label, in which equal numbers and equal characters have one form."""
     if isinstance(value, float):
-        is_whole = kind == "label" and value.is_integer()
-        value = None if math.isnan(value) else int(value) if is_whole else value
+        is_integer = kind == "label" and value.is_integer()
+        value = None if math.isnan(value) else int(value) if is_integer else value
     if value is not None and not isinstance(value, (str, int, float)):
         raise InputError(f"{where}: the {kind} must be one text or number, got {shown(value)}")
     text = "" if value is None else str(value)

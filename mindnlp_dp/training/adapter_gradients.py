@@ -33,7 +33,7 @@ class AdapterCheck:
         self._received: set[str] = set()
         self._has_looked = False
 
-    def look(self, gradients: Sequence[Optional[Any]]) -> None:
+    def observe(self, gradients: Sequence[Optional[Any]]) -> None:
         """Note the adapters with a gradient in a micro-step; ``gradients`` are in the order of the parameters."""
         self._has_looked = True
         for adapter, gradient in zip(self._adapters, gradients):

@@ -16,7 +16,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import broadcast_buffers
 from mindnlp_dp.data.batches import call_with, num_rows_of
 from mindnlp_dp.data.loader import Loader
-from mindnlp_dp.parallel.replicated_model import as_replicated
+from mindnlp_dp.parallel.distributed_model import distributed_model_of
 from mindnlp_dp.runtime.arrays import number_of, read
 from mindnlp_dp.training.find_model import BatchWeigher, model_of
 from mindnlp_dp.training.span_loss import SpanLoss
@@ -36,7 +36,7 @@ def evaluate(
     *,
     model: Any = None,
     has_loss: bool = False,
-    weight_of: Optional[Callable[[Any], float]] = None,
+    loss_weight_of: Optional[Callable[[Any], float]] = None,
     group: Optional[ProcessGroup] = None,
 ) -> Evaluation:
     """Run a function once over every sample of a loader. A collective.
@@ -50,21 +50,22 @@ def evaluate(
             has batch normalization, unless :class:`~mindnlp_dp.FunctionalRun` has just ended its epochs, or if its
             experts are sharded: then ranks without rows must run dummy batches for the others.
         has_loss: whether ``predict_fn`` returns a pair of the mean loss and the outputs.
-        weight_of: the weight of a batch's loss; by default as in :func:`~mindnlp_dp.make_train_step`, by ``model``.
+        loss_weight_of: the weight of a batch's loss; by default by ``model``, as in
+            :func:`~mindnlp_dp.make_train_step`.
 
     Raises:
         ValueError: an output does not have a row for each sample, such as a loss without ``has_loss``.
     """
     group = group or get_data_group()
     called = model_of(predict_fn) if model is None else model
-    is_default, weight_of = weight_of is None, weight_of or BatchWeigher(predict_fn, called)
+    is_default, loss_weight_of = loss_weight_of is None, loss_weight_of or BatchWeigher(predict_fn, called)
     span_loss = SpanLoss(called, group)
     if model is not None:
         broadcast_buffers(model, group)
-    replicated = as_replicated(model, group)
+    replicated = distributed_model_of(model, group)
     run = EvaluationRun(group)
-    for window in loader.windows():
-        for mine in window:
+    for micro_batches in loader.updates():
+        for mine in micro_batches:
             batch = replicated.dummy_batch_for(mine)
             if batch is None:
                 run.add(None)
@@ -83,7 +84,7 @@ def evaluate(
             elif is_default and terms:
                 run.add(outputs, num_rows, *terms[-1])
             else:
-                run.add(outputs, num_rows, number_of(loss), float(weight_of(mine)))
+                run.add(outputs, num_rows, number_of(loss), float(loss_weight_of(mine)))
     return Evaluation(*run.finish())
 
 

@@ -20,11 +20,11 @@ from mindnlp_dp.communication.batch_across_ranks import BatchAcrossRanks
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.batches import streams_of
 from mindnlp_dp.data.loss_weight import checked_weight
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep, Synchronizer
 from mindnlp_dp.kernels.dispatch import are_on
+from mindnlp_dp.parallel.distributed_model import DistributedModel
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
-from mindnlp_dp.parallel.replicated_model import ReplicatedModel
 from mindnlp_dp.runtime.arrays import number_of
 from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, seeded, step_seed, update_key
 from mindnlp_dp.training.loss_check import LossCheck
@@ -49,7 +49,7 @@ class ForwardBackward:
         gradients_of: a function from a batch's inputs to its mean loss, a number or a scalar tensor, and the gradients
             of the exchange's parameters.
         forward: a function from a batch's inputs to its mean loss, for the stages of a pipeline.
-        weight_of: a function from a batch's inputs to the weight of its loss.
+        loss_weight_of: a function from a batch's inputs to the weight of its loss.
         inputs_of: a function from a batch to what the other functions take.
         timeline: records the passes.
         across_ranks: the rows of all ranks, for layers and losses that look at them.
@@ -62,11 +62,11 @@ class ForwardBackward:
         loss_check: finds out whether the loss is a mean by its weights; None if that is known.
     """
 
-    model: ReplicatedModel
-    exchange: GradientAccumulator
+    model: DistributedModel
+    synchronizer: Synchronizer
     gradients_of: Callable[[Any], tuple[Any, Sequence[Optional[Any]]]]
     forward: Callable[[Any], Any]
-    weight_of: Callable[[Any], float]
+    loss_weight_of: Callable[[Any], float]
     timeline: StepTimeline
     across_ranks: BatchAcrossRanks
     inputs_of: Callable[[Any], Any] = field(default=lambda batch: batch)
@@ -77,69 +77,73 @@ class ForwardBackward:
     check_columns: Callable[[Any], None] = _nothing
     loss_check: Optional[LossCheck] = None
 
-    def micro_steps(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
+    def micro_steps(self, micro_batches: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         """Yield the result of each micro-batch of update ``step``; one of weight 0 is not computed.
 
         The randomness inside the model is a function of ``seed``, the rank, the update and the micro-batch; dropout
         is one of ``seed``, the update and the samples' positions in the global batch.
         """
-        yield from (self._one_by_one if self.model.pipeline is None else self._through_stages)(window, step, seed)
+        yield from (self._one_by_one if self.model.pipeline is None else self._through_stages)(
+            micro_batches, step, seed
+        )
 
-    def _one_by_one(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
+    def _one_by_one(self, micro_batches: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         if self.loss_check is not None:
-            self.loss_check(window)
-        key, weighed = self._key(seed, step), [(*self._weighed(mine), mine) for mine in window]
-        present = [mine if weight > 0 else None for _, weight, mine in weighed]
-        are_all_here = all(getattr(mine, "is_on_all_ranks", False) for mine in window)
+            self.loss_check(micro_batches)
+        key, weighed = self._key(seed, step), [(*self._weighed(mine), mine) for mine in micro_batches]
+        present = [mine if loss_weight > 0 else None for _, loss_weight, mine in weighed]
+        are_all_here = all(getattr(mine, "is_on_all_ranks", False) for mine in micro_batches)
         completed = self.across_ranks.complete(present, are_all_here=are_all_here)
         nothing = (None, 0.0, None)
         for number, (given, own) in enumerate(itertools.zip_longest(completed, weighed, fillvalue=nothing)):
-            inputs, weight, mine = own
+            inputs, loss_weight, mine = own
             batch = self.model.dummy_batch_for(given)
             is_last = number + 1 == len(completed)
             if batch is not None:
                 inputs = inputs if batch is mine else self.inputs_of(batch)
-                share = weight / self.model.loss_replication
-                sending = self.exchange.backward(share) if is_last else contextlib.nullcontext()
+                share = loss_weight / self.model.loss_replication
+                sending = self.synchronizer.backward(share) if is_last else contextlib.nullcontext()
                 timed = self.timeline.forward_and_backward(self.model.model, step=step, micro_step=number)
                 streams = None if key is None else self._streams(batch, key)
                 with (
                     seeded(step_seed(seed, self.model.seed_rank, step, number), streams),
                     sending,
                     timed,
-                    self.model.micro_step(weight),
-                    self.across_ranks.micro_step(weight),
+                    self.model.micro_step(loss_weight),
+                    self.across_ranks.micro_step(loss_weight),
                 ):
                     loss, gradients = self.gradients_of(inputs)
-                self._warn(leaves_out=mine is not None and weight == 0)
+                self._warn(leaves_out=mine is not None and loss_weight == 0)
                 # The loss of a dummy batch belongs to another rank.
-                loss = self._loss_now_or_later(loss) if weight > 0 else 0.0
+                loss = self._loss_now_or_later(loss) if loss_weight > 0 else 0.0
                 has_bad_peer = self.model.has_nonfinite_peer(loss) | self.across_ranks.has_nonfinite_peer(loss)
                 replication = self.model.loss_replication
-                yield MicroStep(loss, gradients, weight, _indices(batch), has_bad_peer, loss_replication=replication)
+                yield MicroStep(
+                    loss, gradients, loss_weight, _indices(batch), has_bad_peer, loss_replication=replication
+                )
             elif mine is not None:
                 yield MicroStep.without_weight(_indices(mine))
-            if weight > 0:
+            if loss_weight > 0:
                 self.after_batch(mine, inputs)
             if not is_last:
                 self.after_micro_step()
 
     def _loss_now_or_later(self, loss: Any) -> Any:
         """Return a loss as a number, or as it is if the exchange reads it with its header and nothing needs it now."""
-        is_needed = self.across_ranks.is_used or not self.exchange.defers_losses
+        is_needed = self.across_ranks.is_used or not self.synchronizer.defers_losses
         return number_of(loss) if is_needed else loss
 
-    def _through_stages(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
+    def _through_stages(self, micro_batches: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         batches, key = [], self._key(seed, step)
-        for number, mine in enumerate(window):
-            inputs, weight = self._weighed(mine)
-            if weight > 0:
+        for number, mine in enumerate(micro_batches):
+            inputs, loss_weight = self._weighed(mine)
+            if loss_weight > 0:
                 own_seed = step_seed(seed, self.model.seed_rank, step, number)
                 batches.append(
                     MicroBatch(
                         inputs,
                         self.forward,
-                        self.weight_of,
+                        self.loss_weight_of,
                         seed=own_seed,
                         key=key,
                         indices=_indices(mine),
@@ -154,9 +158,9 @@ class ForwardBackward:
             return self.timeline.span(name, step=step, **details)
 
         with self.across_ranks.refused("a pipeline, whose stages run the micro-batches at different times"):
-            yield from self.model.pipeline.run(batches, self.exchange.parameters, span)
+            yield from self.model.pipeline.run(batches, self.synchronizer.parameters, span)
         self._warn()
-        for _ in window[1:]:
+        for _ in micro_batches[1:]:
             self.after_micro_step()
 
     def _key(self, seed: int, step: int) -> Optional[int]:
@@ -190,8 +194,10 @@ class ForwardBackward:
         if batch is not None:
             self.check_columns(batch)
         inputs = None if batch is None else self.inputs_of(batch)
-        weight = 0.0 if batch is None else checked_weight(self.weight_of(inputs), self.exchange.group.label())
-        return inputs, weight
+        loss_weight = (
+            0.0 if batch is None else checked_weight(self.loss_weight_of(inputs), self.synchronizer.group.label())
+        )
+        return inputs, loss_weight
 
 
 def check_dropout(dropout: str) -> str:

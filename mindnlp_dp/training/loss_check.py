@@ -46,7 +46,7 @@ class LossCheck:
 
     Attributes:
         loss_of: function from a batch's inputs to its loss.
-        weight_of: function from a batch's inputs to the weight of its loss.
+        loss_weight_of: function from a batch's inputs to the weight of its loss.
         models: the models and cells that the loss uses, in evaluation mode meanwhile, so that dropout is off and no
             running statistics change. If none is known, nothing is compared.
         across_ranks: the rows of all ranks; a loss that looks at them is not compared.
@@ -55,7 +55,7 @@ class LossCheck:
     """
 
     loss_of: Callable[[Any], Any]
-    weight_of: Callable[[Any], float]
+    loss_weight_of: Callable[[Any], float]
     models: Sequence[Any]
     across_ranks: BatchAcrossRanks
     whose: str
@@ -92,10 +92,12 @@ class LossCheck:
         try:
             with _evaluating(self.models), self.across_ranks.probing():
                 loss, *losses = (self._loss(each, seed=1) for each in (batch, *halves))
-                weights = [float(self.weight_of(self.inputs_of(half))) for half in halves]
+                weights = [float(self.loss_weight_of(self.inputs_of(half))) for half in halves]
                 if not sum(weights) or not math.isfinite(loss):
                     return None
-                mean = sum(each * weight for each, weight in zip(losses, weights) if weight) / sum(weights)
+                mean = sum(each * loss_weight for each, loss_weight in zip(losses, weights) if loss_weight) / sum(
+                    weights
+                )
                 found = Comparison(loss, mean, (weights[0], weights[1]), size)
                 is_drawn = found.differs and self._loss(batch, seed=2) != loss
         except Exception:  # noqa: BLE001
@@ -113,9 +115,9 @@ class LossCheck:
             f"{self.whose} is not a mean by the weights that it is given: of a micro-batch of {found.num_rows} rows it "
             f"is {found.loss:.6g}, and the mean of its halves' losses, which weigh {first:.6g} and {second:.6g}, is "
             f"{found.mean:.6g} (dropout off). Several ranks or micro-batches will not train what one would. Let "
-            "loss_weight(inputs) of the Trainer, or weight_of= of make_train_step, return what the loss divides by, as "
-            "dp.count_labels(inputs, weight=class_weights) does; or compute a loss that is a mean over rows. A loss "
-            "that compares samples with each other needs dp.all_gather_with_grad",
+            "loss_weight(inputs) of the Trainer, or loss_weight_of= of make_train_step, return what the loss divides "
+            "by, as dp.count_labels(inputs, weight=class_weights) does; or compute a loss that is a mean over rows. A "
+            "loss that compares samples with each other needs dp.all_gather_with_grad",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -21,11 +21,11 @@ import mindspore
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.data.batches import call_with
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
-from mindnlp_dp.data_parallel.naive import ExternalReducer
+from mindnlp_dp.data_parallel.naive_synchronizer import ExternalReducer
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
-from mindnlp_dp.optim.factory import check_matrices, make_updater, warn_of_parameters_left_out
-from mindnlp_dp.parallel.replicated_model import ReplicatedModel, replicated_on_all_ranks
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep, Synchronizer
+from mindnlp_dp.optim.updater_factory import check_matrices, make_updater, warn_of_parameters_left_out
+from mindnlp_dp.parallel.distributed_model import DistributedModel, ReplicatedModel, replicated_model_on_all_ranks
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
@@ -48,7 +48,7 @@ def make_train_step(
     accumulation_steps: int = 1,
     max_grad_norm: Optional[float] = None,
     scheduler: Any = None,
-    weight_of: Optional[Callable[[Any], float]] = None,
+    loss_weight_of: Optional[Callable[[Any], float]] = None,
     model: Any = None,
     reducer: Optional[Callable[..., Any]] = None,
     jit: bool = False,
@@ -60,7 +60,7 @@ def make_train_step(
     zero_stage: Union[int, str] = "auto",
     group: Optional[ProcessGroup] = None,
     broadcast_weights: bool = True,
-    **exchange: Any,
+    **synchronizer_options: Any,
 ) -> FunctionalStep:
     """Return a train step that every rank calls once per update, with its own part of the global batch.
 
@@ -73,9 +73,10 @@ def make_train_step(
             micro-batches, or fewer at the end of the data; ranks may pass different numbers.
         max_grad_norm: maximum global norm, to which the averaged gradients are clipped; None does not clip.
         scheduler: a MindNLP scheduler, stepped after every update. (``mindspore.nn`` optimizers have their schedule.)
-        weight_of: function from a batch to the weight of its loss in the mean over ranks and micro-batches. By default
-            it counts what the loss of the model's class is a mean of (:func:`~mindnlp_dp.data.loss_weight.loss_mean`):
-            rows for a classifier, labels that are not -100 for a language model, rows if the class is unknown. Pass it
+        loss_weight_of: function from a batch to the weight of its loss in the mean over ranks and micro-batches. By
+            default it counts what the loss of the model's class is a mean of
+            (:func:`~mindnlp_dp.data.loss_weight.loss_mean`): rows for a classifier, labels that are not -100 for a
+            language model, rows if the class is unknown. Pass it
             if ``forward_fn`` computes a custom loss; :func:`~mindnlp_dp.count_labels` counts labels.
         model: the model that ``forward_fn`` calls; by default the one that it refers to and that has ``parameters``.
         reducer: function that exchanges the gradients instead of our synchronizer, such as
@@ -103,7 +104,8 @@ def make_train_step(
         group: the ranks that split the samples; by default those of the model's mesh, otherwise all ranks.
         broadcast_weights: before the first update, copy rank 0's weights and buffers, including frozen ones, to all
             ranks, for the models that ``forward_fn`` refers to, as the Trainer does. If False, they must be equal.
-        exchange: options of :class:`~mindnlp_dp.GradientSynchronizer`, such as ``overlap`` and ``compression``.
+        synchronizer_options: options of :class:`~mindnlp_dp.GradientSynchronizer`, such as ``overlap`` and
+            ``compression``.
 
     Raises:
         ValueError: options exclude each other, or the mesh shards models but this model is not sharded.
@@ -111,15 +113,15 @@ def make_train_step(
     """
     is_plain = isinstance(optimizer, mindspore.nn.Optimizer)
     options = {"accumulation_steps": accumulation_steps, "scheduler": scheduler, "reducer": reducer, "seed": seed}
-    _check_options(is_plain=is_plain, jit=jit, exchange=exchange, **options)
+    _check_options(is_plain=is_plain, jit=jit, synchronizer_options=synchronizer_options, **options)
     # The parameters of a module that two models share are in the lists of both.
     parameters = list({id(parameter): parameter for parameter in parameters}.values())
-    replicated = next((p.parallel for p in parameters if getattr(p, "parallel", None) is not None), None)
-    if replicated is None:
-        replicated = replicated_on_all_ranks(model) if group is None else ReplicatedModel(model, group)
-    group = group or replicated.group
+    distributed = next((p.parallel for p in parameters if getattr(p, "parallel", None) is not None), None)
+    if distributed is None:
+        distributed = replicated_model_on_all_ranks(model) if group is None else ReplicatedModel(model, group)
+    group = group or distributed.group
     if broadcast_weights:
-        _broadcast(forward_fn, model, parameters, replicated, group)
+        _broadcast(forward_fn, model, parameters, distributed, group)
     if is_plain:
         parameters = _in_order_of(optimizer, parameters)
         gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
@@ -141,25 +143,25 @@ def make_train_step(
         # An optimizer of mindspore.nn has exactly these parameters.
         warn_of_parameters_left_out(optimizer, named, group)
         check_matrices(optimizer, model)
-    window: GradientAccumulator
+    synchronizer: Synchronizer
     if reducer is not None:
-        window = ExternalReducer(parameters, reducer, group)
+        synchronizer = ExternalReducer(parameters, reducer, group)
     else:
-        exchanged = [(getattr(p, "name_in_whole", str(number)), p) for number, p in enumerate(parameters)]
-        window = replicated.gradient_exchange(exchanged, **exchange)
-    losses = LossMeter(replicated.group)
-    replicated.check_optimizer(optimizer, parameters)
-    updater = make_updater(optimizer, window, zero_stage, scheduler, replicated.scope(parameters))
+        exchanged = [(getattr(p, "full_name", str(number)), p) for number, p in enumerate(parameters)]
+        synchronizer = distributed.make_synchronizer(exchanged, **synchronizer_options)
+    losses = LossMeter(distributed.group)
+    distributed.check_optimizer(optimizer, parameters)
+    updater = make_updater(optimizer, synchronizer, zero_stage, scheduler, distributed.scope(parameters))
     step = TrainStep(
-        window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
-        resync_tied_weights=replicated.resync_tied_weights,
-        adapters=adapter_check(model, parameters, replicated.world),
+        synchronizer, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
+        resync_tied_weights=distributed.resync_tied_weights,
+        adapters=adapter_check(model, parameters, distributed.world),
     )  # fmt: skip
-    span_loss = SpanLoss(model if weight_of is None else None, losses.group)
+    span_loss = SpanLoss(model if loss_weight_of is None else None, losses.group)
 
-    loss_of, weigher = functools.partial(call_with, forward_fn), weight_of or BatchWeigher(forward_fn, model)
+    loss_of, weigher = functools.partial(call_with, forward_fn), loss_weight_of or BatchWeigher(forward_fn, model)
     rows = across_ranks(group, router_loss, trained)
-    is_checked = weight_of is None and not jit and not replicated.is_sharded
+    is_checked = loss_weight_of is None and not jit and not distributed.is_sharded
     used = {id(each): each for each in [*modules_of(forward_fn, parameters), trained] if is_module(each)}
     check = LossCheck(loss_of, weigher, list(used.values()), rows, "the loss of forward_fn") if is_checked else None
 
@@ -168,7 +170,7 @@ def make_train_step(
         return _checked_loss(loss), gradients
 
     forward_backward = ForwardBackward(
-        replicated, window, gradients_of, loss_of, weigher, step.timeline, rows, dropout=check_dropout(dropout),
+        distributed, synchronizer, gradients_of, loss_of, weigher, step.timeline, rows, dropout=check_dropout(dropout),
         loss_check=check,
     )  # fmt: skip
     return FunctionalStep(step, forward_backward, accumulation_steps, span_loss, seed)
@@ -197,7 +199,7 @@ def _check_options(
     scheduler: Any,
     reducer: Any,
     seed: int,
-    exchange: dict[str, Any],
+    synchronizer_options: dict[str, Any],
 ) -> None:
     """Raise ValueError for options that exclude each other, or are out of range; turn overlap off for ``jit``."""
     if jit and not is_plain:
@@ -206,9 +208,11 @@ def _check_options(
         )
     if scheduler is not None and is_plain:
         raise ValueError("mindspore.nn's optimizers take a schedule as their learning_rate; leave scheduler out")
-    if reducer is not None and exchange:
-        raise ValueError(f"{', '.join(exchange)}: options of our own exchange, which a reducer takes the place of")
-    if jit and reducer is None and exchange.setdefault("overlap", False) is not False:
+    if reducer is not None and synchronizer_options:
+        raise ValueError(
+            f"{', '.join(synchronizer_options)}: options of our own exchange, which a reducer takes the place of"
+        )
+    if jit and reducer is None and synchronizer_options.setdefault("overlap", False) is not False:
         raise ValueError(
             "overlap needs the parameters' hooks, which mindspore.jit cannot compile; leave one of them out"
         )
@@ -222,12 +226,12 @@ def _broadcast(
     forward_fn: Callable[..., Any],
     model: Any,
     parameters: Sequence[Any],
-    replicated: ReplicatedModel,
+    distributed: DistributedModel,
     group: ProcessGroup,
 ) -> None:
     """Broadcast rank 0's parameters, and all other weights and buffers of the models that have them. A collective."""
-    if replicated.is_sharded:
-        replicated.broadcast_weights()
+    if distributed.is_sharded:
+        distributed.broadcast_weights()
         return
     models = modules_of(forward_fn, parameters) if model is None else [model]
     for each in models:
@@ -302,7 +306,7 @@ class FunctionalStep:
         self.accumulation_steps = accumulation_steps
         self.num_updates = 0
         self.grad_norm: Optional[float] = None
-        self.synchronizer: GradientAccumulator = train_step.synchronizer
+        self.synchronizer: Synchronizer = train_step.synchronizer
         # After the step is deleted, the user may write to the weights, so ranks must no longer share their memory.
         weakref.finalize(self, train_step.updater.unshare).atexit = False
 
@@ -312,15 +316,15 @@ class FunctionalStep:
         ``batches`` is one batch or, with accumulation, a list of micro-batches; None replaces a batch that this rank
         does not have.
         """
-        window = [batches] if self.accumulation_steps == 1 else list(batches)
-        if not 1 <= len(window) <= self.accumulation_steps:
+        micro_batches = [batches] if self.accumulation_steps == 1 else list(batches)
+        if not 1 <= len(micro_batches) <= self.accumulation_steps:
             raise ValueError(
-                f"expected 1 to {self.accumulation_steps} micro-batches, got {len(window)} on rank "
+                f"expected 1 to {self.accumulation_steps} micro-batches, got {len(micro_batches)} on rank "
                 f"{self.synchronizer.group.label()}; None stands for one that a rank has not"
             )
-        self.grad_norm = self.train_step(self._micro_steps(window), self.num_updates)
+        self.grad_norm = self.train_step(micro_batches, self.num_updates, self._run_passes)
         self.num_updates += 1
-        seen = self.train_step.window_losses
+        seen = self.train_step.last_losses
         weight = sum(weight for _, weight in seen)
         return sum(loss * weight for loss, weight in seen) / weight if weight else None
 
@@ -328,6 +332,6 @@ class FunctionalStep:
         """Return the mean loss over all ranks since the last call of this method. A collective."""
         return self.train_step.losses.mean_since_log()
 
-    def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
-        with self._span_loss.window(window):
-            yield from self._forward_backward.micro_steps(window, self.num_updates, self.seed)
+    def _run_passes(self, micro_batches: Sequence[Optional[Any]], step: int) -> Iterator[MicroStep]:
+        with self._span_loss.correct_losses(micro_batches):
+            yield from self._forward_backward.micro_steps(micro_batches, step, self.seed)

@@ -38,9 +38,9 @@ class LossMeter:
         self._since_log = np.zeros(2)
         self._logged = np.zeros(2)
 
-    def add(self, loss: float, weight: float) -> None:
+    def add(self, loss: float, loss_weight: float) -> None:
         """Add the loss of one micro-batch of this rank."""
-        self._since_log += loss * weight, weight
+        self._since_log += loss * loss_weight, loss_weight
 
     def mean_since_log(self) -> float:
         """Return the mean over all ranks since the last call of this method; NaN if there was none. A collective."""
@@ -86,18 +86,18 @@ class NonFiniteLoss:
         return f"the loss of {shown}{more} is {self.value} at step {self.step} on rank {self.rank}"
 
 
-def report_nonfinite_loss(mine: Sequence[NonFiniteLoss], group: ProcessGroup, go_on: bool) -> bool:
+def report_nonfinite_loss(mine: Sequence[NonFiniteLoss], group: ProcessGroup, continues: bool) -> bool:
     """Report the bad losses of all ranks on every rank, as a warning or an error; return whether there were any.
 
     A collective.
 
     Raises:
-        FloatingPointError: there is a bad loss and ``go_on`` is False; raised on every rank.
+        FloatingPointError: there is a bad loss and ``continues`` is False; raised on every rank.
     """
     reports = [str(bad) for theirs in group.all_gather_object(list(mine)) for bad in theirs]
     if not reports:
         return False
-    if not go_on:
+    if not continues:
         raise FloatingPointError(
             f"{'; '.join(reports)}; look at these samples, lower the learning rate, or leave such micro-batches out "
             "with logging_nan_inf_filter=True"
@@ -109,9 +109,9 @@ def report_nonfinite_loss(mine: Sequence[NonFiniteLoss], group: ProcessGroup, go
     return True
 
 
-def warn_of_no_weight(total_weight: float, step: int) -> None:
+def warn_of_no_weight(total_loss_weight: float, step: int) -> None:
     """Warn that an update has a total weight of 0 over all ranks, so that its loss would be 0 / 0."""
-    if total_weight == 0:
+    if total_loss_weight == 0:
         warnings.warn(
             f"the losses of update {step} weigh nothing on any rank, as where all labels are -100; the update is left "
             "out",
@@ -120,14 +120,14 @@ def warn_of_no_weight(total_weight: float, step: int) -> None:
         )
 
 
-def report_nonfinite_gradient(what: str, step: int, go_on: bool) -> None:
+def report_nonfinite_gradient(what: str, step: int, continues: bool) -> None:
     """Warn that an update is left out, because the averaged gradient (equal on every rank) is not finite.
 
     Raises:
-        FloatingPointError: ``go_on`` is False.
+        FloatingPointError: ``continues`` is False.
     """
     report = f"{what} at step {step}, though every loss is finite"
-    if not go_on:
+    if not continues:
         raise FloatingPointError(
             f"{report}; lower the learning rate, or leave out such updates with logging_nan_inf_filter=True"
         )

@@ -5,8 +5,8 @@ the Trainer's format::
 
     run = dp.FunctionalRun("outputs/loop", network, step, loader)
     run.resume()                                    # the newest complete checkpoint, if there is one
-    for window in run.windows(num_epochs=4):
-        loss = step(window)
+    for update in run.updates(num_epochs=4):
+        loss = step(update)
         if step.num_updates % 100 == 0:
             run.save()
 """
@@ -35,7 +35,7 @@ from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.manifest import RunId, run_of
 from mindnlp_dp.checkpoint.writer import write_weights
 from mindnlp_dp.data.loader import Loader
-from mindnlp_dp.parallel.replicated_model import as_replicated, load_checkpoint
+from mindnlp_dp.parallel.distributed_model import distributed_model_of, load_checkpoint
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.random_state import seed_between_updates
 from mindnlp_dp.training.make_train_step import FunctionalStep
@@ -73,16 +73,16 @@ class FunctionalRun:
         self.loader = loader
         self.keep = keep
         self.sharded = sharded
-        self._whole = as_replicated(model, step.synchronizer.group)
-        self.group = self._whole.world
+        self._distributed_model = distributed_model_of(model, step.synchronizer.group)
+        self.group = self._distributed_model.world
         self.epoch = 0
-        # The windows of the epoch that are done, without the one that the loop has now, and what the step had done when
+        # The updates of the epoch that are done, without the one that the loop has now, and what the step had done when
         # the loop got that one.
-        self._windows_done = 0
+        self._updates_done = 0
         self._updates_before: Optional[int] = None
         # The checkpoint of another run that this one has gone back to.
         self._unclaimed: Optional[Path] = None
-        self._run_state = Run(self._whole, step.train_step)
+        self._run_state = Run(self._distributed_model, step.train_step)
         # Read in the constructor, which every rank calls: reading it may be a collective.
         self._data = {**loader.order, "seed": step.seed}
         # Set by the first checkpoint that this process writes; resume() sets the run id, too.
@@ -91,15 +91,15 @@ class FunctionalRun:
 
     @property
     def position(self) -> Position:
-        """The position in the data: the epoch, and the number of its windows that are done.
+        """The position in the data: the epoch, and the number of its updates that are done.
 
-        The window that the loop has is done when the step has made an update since the loop got it, or when the loop
+        The update that the loop has is done when the step has made an update since the loop got it, or when the loop
         asks for the next one. Other updates of the step, between two epochs or of other data, are not counted.
         """
         is_done = self._updates_before is not None and self.step.num_updates > self._updates_before
-        return Position(self.epoch, self._windows_done + is_done)
+        return Position(self.epoch, self._updates_done + is_done)
 
-    def windows(self, num_epochs: int) -> Iterator[Any]:
+    def updates(self, num_epochs: int) -> Iterator[Any]:
         """Yield the step's argument for every update, from the current position to the end of ``num_epochs`` epochs.
 
         It is this rank's micro-batch, or None if it has none; with accumulation, a list of these.
@@ -107,24 +107,24 @@ class FunctionalRun:
         begin = self.position
         while begin.epoch < num_epochs:
             self._stand_at(begin)
-            windows = self.loader.windows(begin.epoch, begin.update)
-            for window in windows:
-                if len(window) > self.step.accumulation_steps:
+            updates = self.loader.updates(begin.epoch, begin.update)
+            for micro_batches in updates:
+                if len(micro_batches) > self.step.accumulation_steps:
                     raise ValueError(
-                        f"the loader's updates have {len(window)} micro-batches, and the step takes "
-                        f"{self.step.accumulation_steps} at most: make it with accumulation_steps={len(window)}"
+                        f"the loader's updates have {len(micro_batches)} micro-batches, and the step takes "
+                        f"{self.step.accumulation_steps} at most: make it with accumulation_steps={len(micro_batches)}"
                     )
                 self._claim_checkpoint()
                 self._updates_before = self.step.num_updates
-                seed_between_updates(self.step.seed, self._whole.seed_rank, self.step.num_updates)
-                yield window if self.step.accumulation_steps > 1 else window[0]
-                self._stand_at(Position(begin.epoch, self._windows_done + 1))
+                seed_between_updates(self.step.seed, self._distributed_model.seed_rank, self.step.num_updates)
+                yield micro_batches if self.step.accumulation_steps > 1 else micro_batches[0]
+                self._stand_at(Position(begin.epoch, self._updates_done + 1))
             begin = Position(begin.epoch + 1)
         # The user may evaluate or save the model after the last epoch: give all ranks the same buffers.
-        self._whole.broadcast_buffers()
+        self._distributed_model.broadcast_buffers()
 
     def _stand_at(self, position: Position) -> None:
-        self.epoch, self._windows_done, self._updates_before = position.epoch, position.update, None
+        self.epoch, self._updates_done, self._updates_before = position.epoch, position.update, None
 
     def save(self) -> Path:
         """Write a checkpoint on one rank; the others wait for it, and raise its error if it fails.
@@ -152,10 +152,10 @@ class FunctionalRun:
             remove_old_checkpoints(self.folder, self.keep, [path], run_id, step=num_updates)
 
         def model_writer(workspace: Path) -> Callable[[Path], None]:
-            return self._whole.model_writer(workspace, lambda folder: write_weights(self.model, folder))
+            return self._distributed_model.model_writer(workspace, lambda folder: write_weights(self.model, folder))
 
         write_together(
-            NewCheckpoint(path, state, model_writer, run_id, then, gathers_model=self._whole.is_sharded),
+            NewCheckpoint(path, state, model_writer, run_id, then, gathers_model=self._distributed_model.is_sharded),
             self.group,
             saves=self.group.is_main,
             sharded=self.sharded,
@@ -202,7 +202,7 @@ class FunctionalRun:
         if found is None:
             return False
         path, self._run_id, is_own = found
-        saved = load_checkpoint(path, self._whole)
+        saved = load_checkpoint(path, self._distributed_model)
         check_same_data(self._data, saved["data"], "save to another folder")
         if self.loader.global_batch_size != saved["global_batch_size"]:
             raise ValueError(

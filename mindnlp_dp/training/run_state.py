@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.parallel.replicated_model import ReplicatedModel
+from mindnlp_dp.parallel.distributed_model import DistributedModel
 from mindnlp_dp.training.train_step import TrainStep
 
 
@@ -42,7 +42,7 @@ class Position:
 class Run:
     """Saves and restores the state of a run's model and train step, for the Trainers and FunctionalRun."""
 
-    model: ReplicatedModel
+    model: DistributedModel
     train_step: TrainStep
 
     @property

@@ -40,7 +40,7 @@ class SpanLoss:
         self._model, self._group = model, group
 
     @contextlib.contextmanager
-    def window(self, batches: Iterable[Any]) -> Iterator[None]:
+    def correct_losses(self, batches: Iterable[Any]) -> Iterator[None]:
         """Correct the losses of the update whose forward passes run in this block. A collective.
 
         Args:

@@ -78,18 +78,18 @@ def main() -> None:
     class Watched(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == STEP:
-                updater = trainer.training_loop.train_step.updater
-                average = updater.average
+                sync = trainer.training_loop.synchronizer
+                reduce = sync.reduce
 
-                def average_late(sync):
+                def reduce_late(**options):
                     # The other ranks are in the collective by now.
                     time.sleep(0.2)
                     now_is("collective")
-                    return average(sync)
+                    return reduce(**options)
 
-                updater.average = average_late
+                sync.reduce = reduce_late
             elif state.global_step == STEP + 1:
-                vars(trainer.training_loop.train_step.updater).pop("average", None)
+                vars(trainer.training_loop.synchronizer).pop("reduce", None)
 
         def on_step_end(self, args, state, control, **kwargs):
             if group.is_main:

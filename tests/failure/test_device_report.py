@@ -29,7 +29,7 @@ def all_reduce(self, x, op="sum", **options):
 ProcessGroup.all_reduce = all_reduce
 """
 WRONG_WEIGHT = """
-from mindnlp_dp.data_parallel.accumulation import BufferedAccumulator
+from mindnlp_dp.data_parallel.synchronizer_base import BufferedAccumulator
 
 right = BufferedAccumulator.accumulate
 

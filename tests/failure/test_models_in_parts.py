@@ -165,7 +165,7 @@ def test_finetune_follows_a_plan(launch, tmp_path):
 def test_finetune_follows_a_plan_whose_stages_differ(launch, tmp_path):
     from mindnlp_dp.planner import load_cluster, load_model, predict
     from mindnlp_dp.planner.plan import Plans
-    from mindnlp_dp.report.plan import as_dict, text_of
+    from mindnlp_dp.report.plan_table import as_dict, text_of
 
     model, cluster = load_model(TINY, sequence=24), load_cluster(a_cluster(3))
     found = predict(model, cluster, 16, {"pp": 2, "dp": (2, 1)}, 4, blocks=[2, 1])

@@ -58,11 +58,11 @@ def micro():
 
 @pytest.fixture
 def sync(several, group, micro):
-    """Return a synchronizer that has learnt its bucket order in a first window, so that overlap is on."""
-    from known_gradients import window
+    """Return a synchronizer that has learnt its bucket order in a first update, so that overlap is on."""
+    from known_gradients import run_update
 
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True, bucket_cap_mb=1e-3)
-    window(sync, micro, group.rank, 0)
+    run_update(sync, micro, group.rank, 0)
     assert sync.overlap.state is OverlapState.ON
     return sync
 

@@ -76,7 +76,7 @@ def test_a_loop_of_ones_own_after_a_label_out_of_range():
 
 
 class FailsOnce(dp.DataParallelTrainer):
-    """A trainer that raises once on every rank, in the second micro step of a window."""
+    """A trainer that raises once on every rank, in the second micro step of an update."""
 
     error = ValueError("not this one")
     calls = 0
@@ -125,7 +125,7 @@ def test_half_a_window_of_a_loop_is_dropped_with_its_loss():
 
     # With a known weight, the loss is not computed to compare it.
     step = dp.make_train_step(
-        forward, optimizer, list(network.trainable_params()), accumulation_steps=3, weight_of=lambda batch: 4
+        forward, optimizer, list(network.trainable_params()), accumulation_steps=3, loss_weight_of=lambda batch: 4
     )
     x = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
     batch = (mindspore.Tensor(x), mindspore.Tensor(np.zeros(4, np.int32)))
@@ -205,7 +205,7 @@ def test_a_synchroniser_of_an_exchange_that_was_left_says_so(group):
             break
         sync.accumulate(gradients)
         sync.reduce()
-    with pytest.raises(RuntimeError, match="left the exchange of a window half way .*ValueError"):
+    with pytest.raises(RuntimeError, match="left the exchange of an update half way .*ValueError"):
         sync.reduce()
     fresh = dp.GradientSynchronizer([parameter], group, overlap=False)
     np.testing.assert_array_equal(fresh(gradients)[0].asnumpy(), gradients[0].asnumpy())

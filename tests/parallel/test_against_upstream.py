@@ -156,7 +156,9 @@ def test_uneven(kind, group, tmp_path):
     else:
         args = kind.arguments(str(tmp_path), per_device_train_batch_size=2, remove_unused_columns=False)
         loader = kind.Trainer(tiny_roberta(), args, train_dataset=rows.pipeline()).get_train_dataset()
-        count = sum(len(batch.indices) for window in loader.windows() for batch in window if batch is not None)
+        count = sum(
+            len(batch.indices) for micro_batches in loader.updates() for batch in micro_batches if batch is not None
+        )
     assert sum(group.all_gather_object(count)) == n
 
 

@@ -16,12 +16,12 @@ from token_losses import distance, settings
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.batches import default_collate
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import alone, train, weights
 
 if not is_0_5:
     # The first name is an autouse fixture for every test here.
-    from cut_models import one_mesh_at_a_time, whole_weights  # noqa: F401
+    from sharded_models import one_mesh_at_a_time, whole_weights  # noqa: F401
 
 MOST = 1e-5
 # With MindNLP 0.5 no exchange overlaps with the backward pass.
@@ -82,7 +82,7 @@ def trained_cells(group, sizes, weight=None):
     model = dp.convert_sync_batchnorm(Cells())
     model.set_train()
     optimizer = mindspore.nn.SGD(model.trainable_params(), 0.05)
-    step = dp.make_train_step(model, optimizer, optimizer.parameters, group=group, zero_stage=0, weight_of=weight)
+    step = dp.make_train_step(model, optimizer, optimizer.parameters, group=group, zero_stage=0, loss_weight_of=weight)
     rng = np.random.default_rng(1)
     bounds = np.cumsum([0, *sizes])
     for _ in range(4):
@@ -215,13 +215,13 @@ def test_windows_of_different_lengths(group):
                 group=on, zero_stage=0, accumulation_steps=3,
             )  # fmt: skip
             model.train()
-            images, window = Images(3 * 8), []
+            images, micro_batches = Images(3 * 8), []
             for number in range(3):
                 size = 8 // on.world_size if number < 2 or on.world_size == 1 else 8 * (on.rank == 0)
                 first = 8 * number + (size * on.rank if number < 2 else 0)
                 rows = [images[first + place] for place in range(size)]
-                window += [default_collate(rows)] if rows else []
-            step(window)
+                micro_batches += [default_collate(rows)] if rows else []
+            step(micro_batches)
             models[ranks] = model
     assert distance(weights(models["together"]), weights(models["alone"]), weights(ConvNet())) < MOST
 
@@ -257,7 +257,7 @@ def contrastive(group, over, sizes, **options):
 @pytest.mark.core
 @pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (7, 1, 3, 2), (0, 5, 2, 2), (5, 0, 0, 3)])
 @pytest.mark.parametrize("over", ["both", "candidates"])
-@pytest.mark.parametrize("options", [{}, {"weight_of": lambda rows: 10 * len(rows["a"])}])
+@pytest.mark.parametrize("options", [{}, {"loss_weight_of": lambda rows: 10 * len(rows["a"])}])
 def test_in_batch_negatives(group, over, sizes, options):
     """A loss over all rows on every rank, and one of this rank's rows and all candidates, give the same model."""
     sizes = sizes[: group.world_size]
@@ -283,7 +283,7 @@ def test_rows_that_are_needed_later_are_needed_of_all_ranks(group):
 
         options = {"model": model, "group": group, "zero_stage": 0}
         step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.5), parameters, **options)
-        batches = dp.make_loader(pairs(16 * group.world_size), 4, shuffle=False, group=group).windows()
+        batches = dp.make_loader(pairs(16 * group.world_size), 4, shuffle=False, group=group).updates()
         for update, [batch] in enumerate(batches):
             number[0] = update
             if knows or update < 2:

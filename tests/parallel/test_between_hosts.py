@@ -170,7 +170,7 @@ def test_a_patient_wait_can_be_given_up(comm):
         thread = threading.Thread(target=wait)
         thread.start()
         time.sleep(0.05)
-        waiter.give_up()
+        waiter.abandon()
         thread.join(5)
         assert not thread.is_alive()
         assert len(raised) == 1

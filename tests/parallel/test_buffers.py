@@ -90,22 +90,22 @@ def cell_run(folder, group):
 
 def test_a_loop_of_ones_own_with_a_batch_normalisation(group, shared_tmp_path):
     network, step, run = cell_run(shared_tmp_path, group)
-    for number, window in enumerate(run.windows(num_epochs=2)):
-        step(window)
+    for number, micro_batches in enumerate(run.updates(num_epochs=2)):
+        step(micro_batches)
         if number == 2:
             run.save()
     digest = dp.assert_replicas_in_sync(network)
 
     network, step, run = cell_run(shared_tmp_path, group)
     assert run.resume()
-    for window in run.windows(num_epochs=2):
-        step(window)
+    for micro_batches in run.updates(num_epochs=2):
+        step(micro_batches)
     assert dp.assert_replicas_in_sync(network) == digest
 
 
 def test_buffers_that_differ_are_named_and_evaluation_makes_them_rank_0s(group, shared_tmp_path):
     network, step, run = cell_run(shared_tmp_path, group)
-    step(next(iter(run.windows(num_epochs=1))))
+    step(next(iter(run.updates(num_epochs=1))))
     if group.world_size > 1:
         with pytest.raises(ReplicaMismatchError, match=r"moving_mean.*It is a buffer.*call broadcast_buffers"):
             dp.assert_replicas_in_sync(network)

@@ -196,9 +196,9 @@ def test_arrays_that_go_in_pieces(group, monkeypatch):
     """Arrays beyond 1 GiB are sent in pieces under MPI (failure/test_large_arrays.py sends real ones)."""
     if group.backend != "mpi":
         pytest.skip("MPI counts in 32 bits")
-    from mindnlp_dp.communication.transports.mpi import transport
+    from mindnlp_dp.communication.transports.mpi import mpi_transport
 
-    monkeypatch.setattr(transport, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(mpi_transport, "PIECE_BYTES", 1000)
     n, last = group.world_size, group.world_size - 1
     x = np.arange(777, dtype=np.float64) + group.rank
     np.testing.assert_array_equal(group.broadcast(x, src=last), np.arange(777) + last)

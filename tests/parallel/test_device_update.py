@@ -10,11 +10,11 @@ import pytest
 from mindnlp.core import nn, optim
 
 import mindnlp_dp as dp
-from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
+from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
 from mindnlp_dp.optim import LAMB
 from mindnlp_dp.optim.device_updater import DeviceUpdater
-from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import MindNLPUpdater
+from mindnlp_dp.optim.updater_factory import make_updater
 from mindnlp_dp.optim.zero.parameterwise import ParameterwiseZeroUpdater
 
 # Among them: fewer elements than ranks, a scalar, no elements, and the size of two buckets.
@@ -81,7 +81,9 @@ class Job:
             gradients = gradients_of(self.done, self.group.rank, unused)
             wanted = getattr(mindspore, self.dtype)
             self.sync.accumulate([g if g is None else g.astype(wanted) for g in gradients], 1.0)
-            averaged, norm = self.updater.clip(self.updater.average(self.sync), max_norm)
+            averaged, norm = self.updater.clip(
+                self.updater.receive(self.sync.reduce(in_place=self.updater.reads_buckets), self.sync), max_norm
+            )
             norms.append(norm)
             self.updater.update(averaged)
             self.updater.finish()
@@ -157,7 +159,7 @@ def train_with_a_bad_loss(group, overlap):
     weight = nn.Parameter(mindspore.Tensor(np.linspace(0.5, 1.5, 12, dtype=np.float32)))
     step = dp.make_train_step(
         lambda x: ((weight * x) ** 2).mean(), optim.SGD([weight], lr=0.1), [weight], accumulation_steps=2,
-        max_grad_norm=0.5, zero_stage=0, overlap=overlap, weight_of=len, group=group,
+        max_grad_norm=0.5, zero_stage=0, overlap=overlap, loss_weight_of=len, group=group,
     )  # fmt: skip
     losses, norms = [], []
     for update in range(6):
@@ -249,13 +251,15 @@ def test_nothing_finite(group):
     if group.rank == group.world_size - 1:
         gradients[6] = gradients[6] * float("nan")
     job.sync.accumulate(gradients, 1.0)
-    assert not job.updater.are_finite(job.updater.average(job.sync))
+    assert not job.updater.are_finite(
+        job.updater.receive(job.sync.reduce(in_place=job.updater.reads_buckets), job.sync)
+    )
 
 
 def test_nobody_had_samples(group):
     job = Job(group)
     job.sync.skip()
-    assert job.updater.average(job.sync) is None
+    assert job.updater.receive(job.sync.reduce(in_place=job.updater.reads_buckets), job.sync) is None
 
 
 def test_an_optimizer_that_looks_at_whole_parameters_is_dealt_out(group, monkeypatch):

@@ -15,12 +15,12 @@ import mindnlp_dp as dp
 from mindnlp_dp.data.batches import Batch
 from mindnlp_dp.kernels import dispatch
 from mindnlp_dp.parallel.device_mesh import get_device_mesh
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import alone, train, weights
 
 if not is_0_5:
     # The first name is an autouse fixture for every test here.
-    from cut_models import one_mesh_at_a_time, whole_weights  # noqa: F401
+    from sharded_models import one_mesh_at_a_time, whole_weights  # noqa: F401
 
 MOST = 1e-5
 RATE = 0.1

@@ -12,7 +12,7 @@ from mindspore import nn as cells
 
 import mindnlp_dp as dp
 from mindnlp_dp.communication.replicas import replicas_in_sync
-from mindnlp_dp.data_parallel.buckets.host import HostBucket
+from mindnlp_dp.data_parallel.buckets.host_bucket import HostBucket
 from models import VOCAB_SIZE, Rows, alone, assert_same_sums, tiny_roberta, weights
 
 NUM_STEPS, GLOBAL_BATCH = 4, 8
@@ -218,7 +218,7 @@ def test_mindspores_own_reducer_takes_mindnlps_parameters(group):
             return model(input_ids=input_ids, labels=labels).loss
 
         step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters, **options)
-        for (batch,) in dp.make_loader(rows, 4, columns=["input_ids", "label"]).windows():
+        for (batch,) in dp.make_loader(rows, 4, columns=["input_ids", "label"]).updates():
             step(batch)
         return [p.asnumpy().copy() for p in parameters]
 

@@ -81,8 +81,8 @@ def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False,
     run = dp.FunctionalRun(folder, model, step, loader, sharded=sharded)
     assert run.resume() == resume
     losses = {}
-    for window in run.windows(NUM_EPOCHS):
-        step(window)
+    for micro_batches in run.updates(NUM_EPOCHS):
+        step(micro_batches)
         losses[step.num_updates] = step.mean_loss()
         if step.num_updates % save_every == 0:
             run.save()
@@ -125,13 +125,13 @@ def test_a_run_that_went_back_continues_from_there(group, shared_tmp_path):
     run = dp.FunctionalRun(shared_tmp_path, model, step, loader, keep=1)
     assert run.resume(shared_tmp_path / "checkpoint-4")
     # It is stopped before it saves.
-    step(next(run.windows(NUM_EPOCHS)))
+    step(next(run.updates(NUM_EPOCHS)))
     del run
     model, step, loader = cell(group, 3)
     run = dp.FunctionalRun(shared_tmp_path, model, step, loader, keep=1)
     assert run.resume()
     assert step.num_updates == 4
-    step(next(run.windows(NUM_EPOCHS)))
+    step(next(run.updates(NUM_EPOCHS)))
     run.save()
     group.barrier()
     # The abandoned checkpoint-6 stays, as those of every other run.
@@ -139,17 +139,17 @@ def test_a_run_that_went_back_continues_from_there(group, shared_tmp_path):
 
 
 def test_updates_of_other_data_are_not_counted_in_the_position(group, shared_tmp_path):
-    """The step is warmed up, used between windows and after an epoch, and one window is left out."""
+    """The step is warmed up, used between updates and after an epoch, and one update is left out."""
     net, step, loader = cell(group, 3)
     run = dp.FunctionalRun(shared_tmp_path, net, step, loader)
-    other = next(loader_of(Points(8), group, collate=with_noise).windows())[0]
+    other = next(loader_of(Points(8), group, collate=with_noise).updates())[0]
     step(other)
     assert (run.position.epoch, run.position.update) == (0, 0)
     done = []
-    for number, window in enumerate(run.windows(2)):
+    for number, micro_batches in enumerate(run.updates(2)):
         assert (run.position.epoch, run.position.update) == divmod(number, len(loader))
         if number != 1:
-            step(window)
+            step(micro_batches)
         if number in (2, 6):
             step(other)
             step(other)
@@ -163,7 +163,7 @@ def test_updates_of_other_data_are_not_counted_in_the_position(group, shared_tmp
     run = dp.FunctionalRun(shared_tmp_path, net, step, loader)
     assert run.resume()
     assert (run.position.epoch, run.position.update, step.num_updates) == (1, 2, 11)
-    assert sum(1 for window in run.windows(2)) == len(loader) - 2
+    assert sum(1 for micro_batches in run.updates(2)) == len(loader) - 2
 
 
 def test_a_damaged_checkpoint_is_passed_over(group, shared_tmp_path):
@@ -244,8 +244,8 @@ def test_another_dropout_seed_or_other_data_are_refused(group, shared_tmp_path):
         return dp.FunctionalRun(shared_tmp_path, net, step, dp.make_loader(samples, 3))
 
     first = run(0, Points())
-    for number, window in enumerate(first.windows(1)):
-        first.step(window)
+    for number, micro_batches in enumerate(first.updates(1)):
+        first.step(micro_batches)
         if number == 1:
             first.save()
             break

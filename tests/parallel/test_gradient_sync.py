@@ -6,7 +6,7 @@ import pytest
 
 import mindnlp_dp as dp
 from mindnlp_dp.communication.replicas import ReplicaMismatchError
-from mindnlp_dp.data_parallel.buckets.factory import _hint_at_mpi
+from mindnlp_dp.data_parallel.buckets.bucket_factory import _hint_at_mpi
 
 pytestmark = pytest.mark.core
 
@@ -51,7 +51,7 @@ def test_weighted_over_ranks_and_micro_steps(group, make):
         sync.accumulate(gradients(group.rank, micro_step), weight)
     result = sync.reduce()
     parts = [(w, gradients(r, m)) for r in range(group.world_size) for m, w in enumerate([3.0, 0.5 + r])]
-    assert sync.total_weight == sum(weight for weight, _ in parts)
+    assert sync.total_loss_weight == sum(weight for weight, _ in parts)
     for mine, expected in zip(result, weighted_mean(parts)):
         np.testing.assert_allclose(mine.asnumpy(), expected, rtol=1e-5, atol=1e-6)
 
@@ -66,7 +66,7 @@ def test_a_rank_without_samples_takes_part(group, make):
 
 def test_a_weight_of_zero_keeps_nan_out(group, make):
     sync = make(parameters())
-    sync.accumulate([mindspore.ops.ones(shape) * float("nan") for shape in SHAPES], weight=0)
+    sync.accumulate([mindspore.ops.ones(shape) * float("nan") for shape in SHAPES], loss_weight=0)
     for gradient in sync([mindspore.ops.ones(shape) for shape in SHAPES]):
         np.testing.assert_array_equal(gradient.asnumpy(), 1)
 
@@ -80,7 +80,7 @@ def test_windows_are_independent(group, make):
 
 
 def test_results_are_private_memory(group, make):
-    """Clipping writes in place; this must not affect a later window or another rank."""
+    """Clipping writes in place; this must not affect a later update or another rank."""
     sync = make(parameters())
     kept = sync(gradients(group.rank))
     before = [g.asnumpy().copy() for g in kept]
@@ -104,7 +104,7 @@ def test_parameters_used_by_some_ranks_or_by_none(group, make):
 
 def test_naive_and_bucketed_give_the_same_answer(group):
     results = [
-        [g.asnumpy() for g in make_one(parameters())(gradients(group.rank), weight=3.0 + group.rank)]
+        [g.asnumpy() for g in make_one(parameters())(gradients(group.rank), loss_weight=3.0 + group.rank)]
         for make_one in SYNCHRONIZERS.values()
     ]
     for other in results[1:]:
@@ -116,7 +116,7 @@ def test_half_precision_is_weighted_without_overflow(group, make):
     """Every weighted sum is far above float16's maximum of 65,504, but the mean is not."""
     sync = make(parameters("float16"))
     ones = [mindspore.Tensor(np.full(shape, 100.0, np.float16)) for shape in SHAPES]
-    for gradient in sync(ones, weight=4096):
+    for gradient in sync(ones, loss_weight=4096):
         assert gradient.dtype == mindspore.float16
         np.testing.assert_array_equal(gradient.asnumpy(), np.float16(100))
 
@@ -129,7 +129,7 @@ def test_errors(group, make):
         sync.accumulate(gradients(0)[1:2] + gradients(0)[1:])
     with pytest.raises(ValueError, match="a weight must be finite and not negative, got nan"):
         sync.accumulate(gradients(0), float("nan"))
-    with pytest.raises(ValueError, match="no rank had a sample in this window"):
+    with pytest.raises(ValueError, match="no rank had a sample in this update"):
         make(parameters()).reduce()
 
 
@@ -154,12 +154,12 @@ def test_no_sync_accumulates_until_the_next_call(group, kind):
     parameter = mindspore.Tensor(np.zeros(5, np.float32))
     sync = kind([parameter], group)
     with sync.no_sync():
-        (kept,) = sync([parameter + group.rank], weight=2)
+        (kept,) = sync([parameter + group.rank], loss_weight=2)
         assert (kept.asnumpy() == group.rank).all()
         with sync.no_sync():
-            sync([parameter + 10 * group.rank], weight=1)
-        sync([parameter], weight=1)  # the inner block does not end the outer one
-    (mean,) = sync([parameter + 1], weight=4)
+            sync([parameter + 10 * group.rank], loss_weight=1)
+        sync([parameter], loss_weight=1)  # the inner block does not end the outer one
+    (mean,) = sync([parameter + 1], loss_weight=4)
     expected = np.mean([(2 * rank + 10 * rank + 4) / 8 for rank in range(group.world_size)])
     np.testing.assert_allclose(mean.asnumpy(), np.float32(expected), rtol=1e-6)
 
@@ -171,7 +171,7 @@ def test_an_exception_within_no_sync_leaves_no_half_window(group, kind):
     parameter = mindspore.Tensor(np.zeros(5, np.float32))
     sync = kind([parameter], group)
     with pytest.raises(KeyError), sync.no_sync():
-        sync([parameter + 100], weight=7)
+        sync([parameter + 100], loss_weight=7)
         raise KeyError
     (mean,) = sync([parameter + group.rank])
     np.testing.assert_allclose(mean.asnumpy(), (group.world_size - 1) / 2)

@@ -111,7 +111,7 @@ def test_what_a_model_cannot_take_is_an_error(group, tmp_path, wrong, kernels):
     trainer = trainer_of(name, group, tmp_path, change, is_trained=False)
     dispatch.choose(kernels, 1)
     try:
-        batches = [batch for (batch,) in trainer._evaluation_loader(trainer.eval_dataset).windows()]
+        batches = [batch for (batch,) in trainer._evaluation_loader(trainer.eval_dataset).updates()]
         check = trainer.trainer_loss.column_checks()
         errors = [error for batch in batches if (error := error_of(check, batch)) is not None]
         assert bool(errors) == reads_it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cut_models import (
+from sharded_models import (
     IS_MPI,
     Sentences,
     assert_close,
@@ -17,7 +17,7 @@ from tiny_transformers import DECODERS, LORA, VOCAB, batch, build, train, whole_
 
 import mindnlp_dp as dp
 from mindnlp_dp.parallel.parallel_plan import PipelinePlan, ShardingPlan, TensorPlan, plan_for
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import Rows, alone
 from models import train as train_by_trainer
 
@@ -181,7 +181,9 @@ def llama_plan(**changes):
     plan = plan_for(build("llama"))
     layers = {**plan.tensor.layers, **changes.pop("layers", {})}
     layers = {pattern: style for pattern, style in layers.items() if style is not None}
-    return ShardingPlan(TensorPlan(layers, plan.tensor.divided, plan.tensor.apart, changes.get("head", "causal")))
+    return ShardingPlan(
+        TensorPlan(layers, plan.tensor.per_rank_attributes, plan.tensor.sharded_dropout, changes.get("head", "causal"))
+    )
 
 
 @SLOW_ON_FOUR

@@ -16,15 +16,15 @@ pytestmark = pytest.mark.core
 
 
 def rows_read(loader, epoch=0, start=0):
-    """Return the values of column x that this rank read, as one list per window."""
+    """Return the values of column x that this rank read, as one list per update."""
     return [
-        [value for batch in window if batch is not None for value in batch["x"].tolist()]
-        for window in loader.windows(epoch, start)
+        [value for batch in micro_batches if batch is not None for value in batch["x"].tolist()]
+        for micro_batches in loader.updates(epoch, start)
     ]
 
 
 def union(group, mine):
-    """Return the windows of all ranks, each concatenated in rank order."""
+    """Return the updates of all ranks, each concatenated in rank order."""
     return [sum(parts, []) for parts in zip(*group.all_gather_object(mine))]
 
 
@@ -69,9 +69,9 @@ def test_the_union_of_all_ranks_is_the_data_set(group, kind, n):
     loader = make_loader(INDEXED[kind](n), micro_batch_size=2, accumulation_steps=2, seed=1, shuffle=True)
     assert isinstance(loader, IndexedLoader)
     epochs = [union(group, rows_read(loader, epoch)) for epoch in (0, 1)]
-    for windows in epochs:
-        assert sorted(sum(windows, [])) == list(range(n))
-        assert len(windows) == len(loader)
+    for updates in epochs:
+        assert sorted(sum(updates, [])) == list(range(n))
+        assert len(updates) == len(loader)
     if n > 3:
         assert epochs[0] != epochs[1]
 
@@ -80,9 +80,9 @@ def test_the_global_order_is_the_same_on_any_number_of_ranks(group):
     global_batch = 12
     loader = make_loader(Numbers(50), global_batch // group.world_size, seed=7, shuffle=True)
     order = np.random.default_rng([7, 3]).permutation(50).tolist()
-    windows = [order[i : i + global_batch] for i in range(0, 50, global_batch)]
-    assert union(group, rows_read(loader, epoch=3)) == windows
-    assert union(group, rows_read(loader, epoch=3, start=2)) == windows[2:]
+    updates = [order[i : i + global_batch] for i in range(0, 50, global_batch)]
+    assert union(group, rows_read(loader, epoch=3)) == updates
+    assert union(group, rows_read(loader, epoch=3, start=2)) == updates[2:]
 
 
 def test_drop(group):
@@ -151,9 +151,9 @@ def test_pipelines_are_read_on_rank_0_and_scattered_in_their_own_order(group, ki
     n = 2 * batch + 1
     loader = make_loader(PIPELINES[kind](n, batch), micro_batch_size=3)
     assert isinstance(loader, PipelineLoader)
-    windows = union(group, rows_read(loader))
-    assert sum(windows, []) == list(range(n))
-    assert [len(window) for window in windows] == [batch, batch, 1]
+    updates = union(group, rows_read(loader))
+    assert sum(updates, []) == list(range(n))
+    assert [len(micro_batches) for micro_batches in updates] == [batch, batch, 1]
 
 
 def test_a_shuffled_pipeline_gives_another_order_every_epoch(group):
@@ -184,7 +184,7 @@ def test_an_error_while_rank_0_reads_reaches_every_rank(group):
 
 def test_only_wanted_columns_are_kept_and_labels_are_named(group):
     loader = make_loader(Rows(4), 4, columns=["input_ids", "label"])
-    (batch,) = next(loader.windows())
+    (batch,) = next(loader.updates())
     if batch is not None:
         assert sorted(batch) == ["input_ids", "labels"]
 
@@ -349,9 +349,9 @@ def test_a_last_global_batch_that_is_not_full_is_dropped(group, kind, accumulati
     n = 3 * size - 1
     data = {"stream": streamed, "pipeline": counted, "batches": lambda n: counted(n).batch(each)}[kind](n)
     loader = make_loader(data, micro, accumulation_steps, uneven="drop")
-    windows = union(group, rows_read(loader))
-    assert [len(window) for window in windows] == [size, size]
-    assert sorted(sum(windows, [])) == list(range(2 * size))
+    updates = union(group, rows_read(loader))
+    assert [len(micro_batches) for micro_batches in updates] == [size, size]
+    assert sorted(sum(updates, [])) == list(range(2 * size))
     if kind != "stream":
         assert len(loader) == 2
 
@@ -366,7 +366,7 @@ def test_columns_that_have_no_row_for_each_sample(group):
 
     for data in (streamed(n), Numbers(n)):
         loader = make_loader(data, 2, collate=collate)
-        batches = [batch for window in loader.windows() for batch in window if batch is not None]
+        batches = [batch for micro_batches in loader.updates() for batch in micro_batches if batch is not None]
         for batch in batches:
             np.testing.assert_array_equal(batch["weights"], np.arange(3.0))
             np.testing.assert_array_equal(batch["more"], np.arange(7))

@@ -9,7 +9,8 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
-from cut_models import (
+from mindnlp.core import optim
+from sharded_models import (
     BACK,
     HAS_MESSAGES,
     IS_MPI,
@@ -27,7 +28,6 @@ from cut_models import (
     pieces_of,
     trained_by_trainer,
 )  # fmt: skip
-from mindnlp.core import optim
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
@@ -35,7 +35,7 @@ from mindnlp_dp.checkpoint import writer
 from mindnlp_dp.checkpoint.manifest import check_checkpoint
 from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.parallel.parallel_plan import ExpertPlan, PipelinePlan, ShardingPlan, TensorPlan, plan_for
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import Rows, alone
 from models import train as train_by_trainer
 
@@ -235,7 +235,7 @@ def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
 @pytest.mark.parametrize("num_rows", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mesh", "fails_on"), failing_meshes())
 def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
-    """No rank hangs, and no message from before the failure is taken for one of the next window.
+    """No rank hangs, and no message from before the failure is taken for one of the next update.
 
     This also holds if only one of the ranks that split a micro-batch fails, and for a model made afterwards.
     """
@@ -245,7 +245,7 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
         "one sharer": mesh.group("dp_in_stage").world_size > 1 and mesh.index("dp_in_stage") == 0,
     }  # fmt: skip
     columns = batch("gpt2", 8)
-    window = [rows(columns, first, first + num_rows) for first in (0, 2, 4, 6)]
+    micro_batches = [rows(columns, first, first + num_rows) for first in (0, 2, 4, 6)]
 
     def make():
         model = dp.parallelize(build("gpt2"), mesh)
@@ -263,12 +263,12 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
 
     model, step, calls = make()
     with pytest.raises((KeyError, ValueError), match="mistake|could not send its message|has failed; its own error"):
-        step(window[::-1])
-    # No model receives what the failed window has left: neither a new one nor this one.
+        step(micro_batches[::-1])
+    # No model receives what the failed update has left: neither a new one nor this one.
     trained = []
     for found, again, number in (make(), (model, step, calls), make()):
         number[0] = 3
-        again(window)
+        again(micro_batches)
         found.parallel.assert_in_sync()
         trained.append(whole_weights(found))
     for other in trained[1:]:
@@ -280,7 +280,7 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
 def test_parameters_that_nothing_used_decay_as_in_one_process(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
-    # There are more experts than the tokens of a window use.
+    # There are more experts than the tokens of an update use.
     config = {"num_local_experts": 16, "num_experts_per_tok": 1}
     with alone() as single:
         one = build("mixtral", **config)
@@ -501,7 +501,7 @@ def test_a_plan_of_ones_own(group):
     mesh = dp.init_device_mesh({"tp": group.world_size})
     plan = ShardingPlan(TensorPlan({"*intermediate.dense": "colwise", "*layer.?.output.dense": "rowwise"}))
     model = dp.parallelize(build("bert"), mesh, plan)
-    cut = {name for name in model.parallel.placements if model.parallel.placements[name].cut is not None}
+    cut = {name for name in model.parallel.placements if model.parallel.placements[name].shard is not None}
     assert len(cut) == 3 * 4
     train(model, "bert", pieces_of(mesh, 1))
     assert_close(model, "bert")
@@ -545,12 +545,12 @@ def test_a_loss_that_is_no_number_spoils_no_expert(group):
             forward, optim.SGD(parameters, lr=0.1), parameters, accumulation_steps=num_micro_steps
         )
         model.set_train(True)
-        window = [rows(columns, group.rank, group.rank + 1), rows(columns, 4 + group.rank, 5 + group.rank)]
+        micro_batches = [rows(columns, group.rank, group.rank + 1), rows(columns, 4 + group.rank, 5 + group.rank)]
         if is_bad and group.rank == 1:
-            window[1]["bad"] = np.ones(1)
+            micro_batches[1]["bad"] = np.ones(1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            step(window[:num_micro_steps] if num_micro_steps > 1 else window[0])
+            step(micro_batches[:num_micro_steps] if num_micro_steps > 1 else micro_batches[0])
         return whole_weights(model)
 
     poisoned, expected = trained(True, 2), trained(False, 1)
@@ -674,8 +674,8 @@ def test_a_loop_of_ones_own_is_taken_up_on_another_mesh_and_evaluated(group, sha
         loader = dp.make_loader(Sentences(), 4 // mesh.dp_group.world_size, 2, shuffle=True, seed=1)
         run = dp.FunctionalRun(folder, model, step, loader, sharded=sharded)
         run.resume()
-        for window in run.windows(num_epochs=3):
-            step(window)
+        for micro_batches in run.updates(num_epochs=3):
+            step(micro_batches)
             if step.num_updates == 2:
                 run.save()
             if step.num_updates == stop_after:
@@ -727,8 +727,8 @@ def test_state_of_other_shapes_than_the_parameters(group, shared_tmp_path, shard
             return dp.FunctionalRun(folder, model, step, loader, sharded=sharded), optimizer
 
         run, first = make()
-        for window in run.windows(num_epochs=1):
-            run.step(window)
+        for micro_batches in run.updates(num_epochs=1):
+            run.step(micro_batches)
         run.save()
         again, second = make()
         assert again.resume()

@@ -8,9 +8,9 @@ import pytest
 from library import nn, optim
 
 import mindnlp_dp as dp
-from mindnlp_dp.data_parallel.accumulation import MicroStep
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.optim import Muon, muon_groups
-from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.optim.updater_factory import make_updater
 from mindnlp_dp.training.metrics import LossMeter
 from mindnlp_dp.training.train_step import TrainStep
 from models import alone, tiny_roberta, train, weights

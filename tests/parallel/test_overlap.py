@@ -16,14 +16,14 @@ from mindnlp.core.autograd import value_and_grad
 
 import mindnlp_dp as dp
 import models
-from known_gradients import SHAPES, KnownGradients, num_exchange_threads, window
+from known_gradients import SHAPES, KnownGradients, num_exchange_threads, run_update
 from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS, OverlapState, is_significant_speedup
 
 
 def test_the_order_is_learnt_in_the_first_window(several, group, micro):
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True)
     assert sync.overlap.is_learning
-    window(sync, micro, group.rank, 0)
+    run_update(sync, micro, group.rank, 0)
     assert sync.overlap.state is OverlapState.ON
     order = [slot.index for bucket in sync.buckets for slot in bucket.layout.slots]
     assert sorted(order) == list(range(len(SHAPES)))
@@ -35,7 +35,9 @@ def test_ranks_whose_gradients_come_in_different_orders(several, group, micro, p
     micro.is_reversed = group.rank % 2 == 1
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True, bucket_cap_mb=1e-3)
     for number in range(3):
-        models.assert_same_sums(window(sync, micro, group.rank, number), window(plain, micro, group.rank, number))
+        models.assert_same_sums(
+            run_update(sync, micro, group.rank, number), run_update(plain, micro, group.rank, number)
+        )
     orders = group.all_gather_object([slot.index for bucket in sync.buckets for slot in bucket.layout.slots])
     assert all(order == orders[0] for order in orders)
     seen = []
@@ -57,7 +59,7 @@ def test_buckets_are_under_way_before_the_backward_pass_has_ended(group, micro, 
     sync.accumulate(gradients)
     sync.reduce()
     # No hidden time is measured there: this process cannot see a device's queue, and MCCL's calls block.
-    assert (sync.last_window.hidden_seconds > 0) == (not sync.buckets[0].is_asynchronous)
+    assert (sync.last_exchange.hidden_seconds > 0) == (not sync.buckets[0].is_asynchronous)
     assert not sync.overlap.is_open
     assert num_exchange_threads() == 0
 
@@ -65,29 +67,35 @@ def test_buckets_are_under_way_before_the_backward_pass_has_ended(group, micro, 
 @pytest.mark.core
 def test_the_same_bits_with_and_without(group, micro, sync, plain):
     for number, weights in enumerate([(1.0,), (2.0, 3.0), (1.0, 0.5 + group.rank, 7.0)]):
-        with_overlap = window(sync, micro, group.rank, number, weights)
-        models.assert_same_sums(with_overlap, window(plain, micro, group.rank, number, weights))
+        with_overlap = run_update(sync, micro, group.rank, number, weights)
+        models.assert_same_sums(with_overlap, run_update(plain, micro, group.rank, number, weights))
     assert sync.overlap.state is OverlapState.ON
 
 
 def test_a_rank_without_a_last_micro_batch(group, micro, sync, plain):
     weights = (2.0, None if group.rank == 0 else 1.0)
-    models.assert_same_sums(window(sync, micro, group.rank, 1, weights), window(plain, micro, group.rank, 1, weights))
+    models.assert_same_sums(
+        run_update(sync, micro, group.rank, 1, weights), run_update(plain, micro, group.rank, 1, weights)
+    )
     weights = (None,) if group.rank == 0 else (1.0,)
-    models.assert_same_sums(window(sync, micro, group.rank, 2, weights), window(plain, micro, group.rank, 2, weights))
+    models.assert_same_sums(
+        run_update(sync, micro, group.rank, 2, weights), run_update(plain, micro, group.rank, 2, weights)
+    )
 
 
 def test_no_rank_with_a_sample(group, sync, micro, plain):
-    with pytest.raises(ValueError, match="no rank had a sample in this window"):
+    with pytest.raises(ValueError, match="no rank had a sample in this update"):
         sync.reduce()
-    models.assert_same_sums(window(sync, micro, group.rank, 1), window(plain, micro, group.rank, 1))
+    models.assert_same_sums(run_update(sync, micro, group.rank, 1), run_update(plain, micro, group.rank, 1))
 
 
 @pytest.mark.core
 def test_auto_measures_and_all_ranks_agree(several, group, micro, plain):
     sync = dp.GradientSynchronizer(micro.trainable, group)
     for number in range(2 * TRIAL_PAIRS + 3):
-        models.assert_same_sums(window(sync, micro, group.rank, number), window(plain, micro, group.rank, number))
+        models.assert_same_sums(
+            run_update(sync, micro, group.rank, number), run_update(plain, micro, group.rank, number)
+        )
     states = group.all_gather_object((sync.overlap.state, sync.overlap.off_reason))
     assert len(set(states)) == 1
     assert states[0] == (OverlapState.ON, "") or "ms with it and" in states[0][1]
@@ -101,7 +109,7 @@ def test_auto_measures_and_all_ranks_agree(several, group, micro, plain):
         ([1.0, 1.0, 1.0], [1.1, 1.1, 1.1], False),
         # The noise is as large as the gain.
         ([1.0, 1.5, 1.0], [1.2, 0.9, 0.9], False),
-        # A window in which no rank has a last micro-batch counts on both sides.
+        # An update in which no rank has a last micro-batch counts on both sides.
         ([0.0, 0.0], [0.0, 0.0], False),
     ],
 )
@@ -130,7 +138,7 @@ def test_hooks_go_with_their_synchroniser(several, group, micro, plain):
 
     def window_of_its_own():
         sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True)
-        window(sync, micro, group.rank, 0)
+        run_update(sync, micro, group.rank, 0)
         assert sync.overlap._handles
         return weakref.ref(sync.overlap), removed_by(sync.overlap)
 
@@ -145,11 +153,11 @@ def test_hooks_go_with_their_synchroniser(several, group, micro, plain):
     gc.collect()
     assert overlap() is None
     assert len(removed) == len(SHAPES)
-    window(plain, micro, group.rank, 1)
+    run_update(plain, micro, group.rank, 1)
 
 
 def test_hooks_hold_on_to_gradients_only_while_they_are_compared(several, group, micro):
-    """A gradient that is kept until the window ends occupies memory that the next gradient could use."""
+    """A gradient that is kept until the update ends occupies memory that the next gradient could use."""
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap="auto")
     for number in range(1 + 2):
         with sync.backward(1.0):
@@ -166,7 +174,7 @@ def test_within_no_sync_nothing_is_sent(group, micro, sync, plain):
             gradients = micro.backward(group.rank, 1)
         with one.no_sync():
             one(gradients, 2.0)
-    models.assert_same_sums(window(sync, micro, group.rank, 3), window(plain, micro, group.rank, 3))
+    models.assert_same_sums(run_update(sync, micro, group.rank, 3), run_update(plain, micro, group.rank, 3))
 
 
 def test_the_model_of_the_quickstart(several, group):
@@ -215,7 +223,7 @@ def test_any_parameters_and_late_ranks(group, shapes, dtype, cap_kib, num_frozen
         for name, sync in kinds.items():
             if late.random() < 0.3:
                 time.sleep(late.random() / 100)
-            results[name] = window(sync, micro, group.rank, number, weights)
+            results[name] = run_update(sync, micro, group.rank, number, weights)
         models.assert_same_sums(results["overlap"], results["plain"])
         tolerance = 2e-3 if dtype == "float16" else 2e-6
         for mine, naive in zip(results["overlap"], results["naive"]):

@@ -10,7 +10,7 @@ import pytest
 
 import mindnlp_dp as dp
 import models
-from known_gradients import SHAPES, num_exchange_threads, window
+from known_gradients import SHAPES, num_exchange_threads, run_update
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.data_parallel.overlap import OverlapState
 
@@ -18,7 +18,7 @@ from mindnlp_dp.data_parallel.overlap import OverlapState
 @pytest.mark.core
 @pytest.mark.parametrize("before", [(), (2.0,)])
 def test_a_last_micro_step_that_is_skipped_on_one_rank(group, micro, sync, plain, before):
-    """Its gradients were already being sent, so the window is exchanged again without them."""
+    """Its gradients were already being sent, so the update is exchanged again without them."""
     for number in range(3):
         results = []
         for one in (sync, plain):
@@ -72,7 +72,7 @@ def test_gradients_that_are_not_what_the_hooks_saw(group, micro, sync, plain, ho
     models.assert_same_sums(*results)
     assert sync.overlap.state is OverlapState.OFF
     assert sync.overlap.off_reason.endswith(f"(rank {group.world_size - 1})")
-    models.assert_same_sums(window(sync, micro, group.rank, 8), window(plain, micro, group.rank, 8))
+    models.assert_same_sums(run_update(sync, micro, group.rank, 8), run_update(plain, micro, group.rank, 8))
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced"])
@@ -133,10 +133,10 @@ def clipped(gradients):
 @pytest.mark.parametrize("change", [one_element, one_row, all_signs, clipped])
 @pytest.mark.parametrize("number", [1, 6])
 def test_gradients_changed_in_place_in_any_window_are_exchanged_as_they_are(group, micro, sync, change, number):
-    """One rank changes them, even in a late window; the result equals an exchange after the backward pass."""
+    """One rank changes them, even in a late update; the result equals an exchange after the backward pass."""
     plain = dp.GradientSynchronizer(micro.trainable, group, overlap=False)
     for before in range(number):
-        models.assert_same_sums(*(window(one, micro, group.rank, before) for one in (sync, plain)))
+        models.assert_same_sums(*(run_update(one, micro, group.rank, before) for one in (sync, plain)))
     assert sync.overlap.state is OverlapState.ON
     results = []
     for one in (sync, plain):
@@ -187,8 +187,8 @@ def test_a_hook_that_fails_takes_notes(group, micro, sync, plain, monkeypatch):
     with warnings.catch_warnings(), monkeypatch.context() as patch:
         warnings.simplefilter("ignore")
         patch.setattr(kind, "put", fail_once)
-        mine = window(sync, micro, group.rank, 4)
-    models.assert_same_sums(mine, window(plain, micro, group.rank, 4))
+        mine = run_update(sync, micro, group.rank, 4)
+    models.assert_same_sums(mine, run_update(plain, micro, group.rank, 4))
     assert sync.overlap.off_reason == "a hook failed: MemoryError: none left (rank 0)"
 
 
@@ -215,7 +215,7 @@ def test_an_exception_while_nothing_is_under_way_drops_the_window(group, micro, 
     with pytest.raises(KeyError), plain.backward(1.0):
         plain.accumulate(micro.backward(group.rank), 5.0)
         raise KeyError
-    mine = window(plain, micro, 0, 3)
+    mine = run_update(plain, micro, 0, 3)
     models.assert_same_sums(mine, [g.asnumpy() for g in micro.backward(0, 3, 0)])
 
 
@@ -229,12 +229,12 @@ def test_an_exchange_that_fails_is_an_error_and_no_later_one_begins(group, micro
     with monkeypatch.context() as patch, pytest.raises(OSError, match="the wire broke"):
         patch.setattr(kind, "start", fail)
         if sync.buckets[0].is_asynchronous:
-            # Here the hook records the error, and the window is exchanged again, which fails too.
+            # Here the hook records the error, and the update is exchanged again, which fails too.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                window(sync, micro, group.rank, 1)
+                run_update(sync, micro, group.rank, 1)
         else:
-            window(sync, micro, group.rank, 1)
+            run_update(sync, micro, group.rank, 1)
     assert num_exchange_threads() == 0
     if not sync.buckets[0].is_asynchronous:
         with pytest.raises(RuntimeError, match="half way"):
@@ -246,6 +246,6 @@ def test_a_new_channel_closes_the_old_one_on_every_rank(group, micro, sync):
     if group.is_main:
         sync.channel.abandon(KeyError("lost"))
     newer = dp.GradientSynchronizer(micro.trainable, group, overlap=False)
-    with pytest.raises(RuntimeError, match="left the exchange of a window half way"):
+    with pytest.raises(RuntimeError, match="left the exchange of an update half way"):
         sync.reduce()
-    assert all(gradient is not None for gradient in window(newer, micro, group.rank, 1))
+    assert all(gradient is not None for gradient in run_update(newer, micro, group.rank, 1))

@@ -198,7 +198,7 @@ def test_other_samples_without_a_collator_are_named_in_one_error(group, tmp_path
     with pytest.raises(TypeError, match=told):
         train(tiny_roberta(), samples, tmp_path, **SETTINGS)
     with pytest.raises(TypeError, match=told):
-        next(dp.make_loader(samples, 2).windows())
+        next(dp.make_loader(samples, 2).updates())
 
 
 def test_a_collator_that_returns_no_dict_is_named(group, tmp_path):

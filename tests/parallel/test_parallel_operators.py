@@ -8,7 +8,7 @@ import pytest
 
 from mindnlp_dp.communication import autograd_ops
 from mindnlp_dp.parallel.tensor_parallel.layers import vocabulary_parallel_cross_entropy
-from mindnlp_dp.runtime.partition import shard_bounds
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 ROWS, WIDTH = 3, 7
 

@@ -64,7 +64,7 @@ def test_it_is_the_papers_algorithm(group, sync):
 
 def test_all_ranks_have_the_same_bits(group, sync):
     for step in range(3):
-        result = sync(tensors(gradients(group.rank, step)), weight=1.0 + group.rank)
+        result = sync(tensors(gradients(group.rank, step)), loss_weight=1.0 + group.rank)
         everyone = group.all_gather_object([gradient.asnumpy().tobytes() for gradient in result])
         assert all(other == everyone[0] for other in everyone)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cut_models import IS_MPI, crashed, needs_mpi, one_mesh_at_a_time, pieces_of, trained_by_trainer
+from sharded_models import IS_MPI, crashed, needs_mpi, one_mesh_at_a_time, pieces_of, trained_by_trainer
 from tiny_transformers import build, train, whole_weights
 
 import mindnlp_dp as dp
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from mindnlp_dp.runtime.recompute import has_recomputed_layers
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import Rows, tiny_roberta, weights
 from models import train as train_by_trainer
 

@@ -17,7 +17,7 @@ from library import EarlyStoppingCallback, Stop, TrainerCallback, is_0_5, optim
 from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint import collective_save, shards
+from mindnlp_dp.checkpoint import collective_save, shard_files
 from mindnlp_dp.checkpoint.directory import WORKSPACE, checkpoints_in
 from mindnlp_dp.checkpoint.manifest import CheckpointError, check_checkpoint
 from mindnlp_dp.checkpoint.reader import read_state
@@ -415,7 +415,7 @@ def test_a_rank_that_cannot_write_its_shard_fails_on_every_rank(group, shared_tm
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if group.rank == group.world_size - 1:
-        monkeypatch.setattr(shards, "save_file", fail)
+        monkeypatch.setattr(shard_files, "save_file", fail)
     with pytest.raises((OSError, RuntimeError), match="No space left on device"):
         run(shared_tmp_path, group, sharded_checkpoints=True, async_save=is_async)
     group.barrier()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cut_models import IS_MPI, assert_close, of_one_process, one_mesh_at_a_time, pieces_of, trained_by_trainer
 from mindnlp.core import optim
 from mindspore import Tensor
+from sharded_models import IS_MPI, assert_close, of_one_process, one_mesh_at_a_time, pieces_of, trained_by_trainer
 from tiny_transformers import DECODERS, LENGTH, LORA, VOCAB, build, train, whole_weights
 
 import mindnlp_dp as dp
 from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.language_modeling.rows import Collator
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, TensorPlan, plan_for
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import Rows, alone, tiny_roberta
 from models import train as train_by_trainer
 
@@ -139,7 +139,10 @@ def test_dropout_is_that_of_one_process(group, kind, recwarn):
     rows = [{"input_ids": ids, "labels": ids, "texts": 0 * ids} for ids in (rng.integers(3, VOCAB, n) for n in LENGTHS)]
 
     def batches(size, group=None):
-        return [window[0] for window in dp.make_loader(rows, size, collate=Collator(0, False), group=group).windows()]
+        return [
+            micro_batches[0]
+            for micro_batches in dp.make_loader(rows, size, collate=Collator(0, False), group=group).updates()
+        ]
 
     with alone() as single:
         model = build(kind, dropout=0.2)
@@ -211,7 +214,7 @@ def test_a_custom_loss_of_the_logits(group):
         parameters = list(model.parameters())
         step = dp.make_train_step(
             lambda **inputs: loss_of(model, **inputs), optim.SGD(parameters, lr=0.1), parameters, group=group,
-            weight_of=lambda batch: len(batch["input_ids"]), model=model,
+            loss_weight_of=lambda batch: len(batch["input_ids"]), model=model,
         )  # fmt: skip
         each = 4 // num_ranks
         step({"input_ids": columns["input_ids"][rank * each : (rank + 1) * each]})
@@ -254,7 +257,7 @@ def test_the_trainer_evaluates_and_predicts_whole_rows(group, tmp_path):
 
 @pytest.mark.core
 def test_a_run_is_resumed_on_meshes_with_and_without_sp(group, shared_tmp_path):
-    from cut_models import assert_taken_up
+    from sharded_models import assert_taken_up
 
     meshes = {2: ["sp=2", "tp=2", "dp=2"], 4: ["dp=2,sp=2", "dp=2,tp=2", "dp=4"]}[WORLD_SIZE]
     whole = trained_by_trainer(group, meshes[0], shared_tmp_path / "whole")
@@ -291,7 +294,10 @@ def test_a_wrong_plan_is_found_by_the_check(group):
     """Queries that no layer exchanges have another shape, and values that are exchanged twice another order."""
     stock = plan_for(build("llama")).tensor
     layers = {pattern: style for pattern, style in stock.layers.items() if "k_proj" not in pattern}
-    plan = ShardingPlan(TensorPlan(layers, stock.divided, stock.apart, stock.head), plan_for(build("llama")).pipeline)
+    plan = ShardingPlan(
+        TensorPlan(layers, stock.per_rank_attributes, stock.sharded_dropout, stock.head),
+        plan_for(build("llama")).pipeline,
+    )
     with pytest.raises(ValueError, match="failed in the check of the plan|the plan is wrong"):
         dp.parallelize(build("llama"), make_mesh(), plan, check=rows_of([8, 8]))
     model = dp.parallelize(build("llama"), make_mesh(), check=rows_of([9, 7]))
@@ -322,7 +328,9 @@ def test_what_sequence_parallelism_cannot_do_is_refused(group):
 
 
 @pytest.mark.skipif(WORLD_SIZE != 4, reason="needs two axes")
-def test_stages_and_parts_of_rows_cannot_be_combined(group):
+def test_sp_is_refused_with_pp_and_with_tp_and_lora_dropout(group):
+    with pytest.raises(ValueError, match="tp and sp together do not support the dropout of adapters"):
+        dp.parallelize(build(f"llama{LORA}", dropout=0.1), dp.init_device_mesh({"sp": 2, "tp": 2}))
     with pytest.raises(ValueError, match="stages and parts of rows cannot be combined yet"):
         dp.parallelize(build("llama"), dp.init_device_mesh({"pp": 2, "sp": 2}))
     with pytest.raises(ValueError, match="the sizes of dp and tp may differ by stage, that of sp may not"):

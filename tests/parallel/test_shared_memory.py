@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mindnlp_dp as dp
-from mindnlp_dp.communication.transports.mpi import shared_memory
+from mindnlp_dp.communication.transports.mpi import host_memory
+from mindnlp_dp.communication.transports.mpi.host_memory import HostExchange, allocate_shared_rows, slice_bounds
 from mindnlp_dp.communication.transports.mpi.ring import wire_for
-from mindnlp_dp.communication.transports.mpi.shared_memory import HostExchange, allocate_shared_rows, slice_bounds
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
-from mindnlp_dp.data_parallel.buckets.shared_memory import SharedBucket, copy_range
-from mindnlp_dp.runtime.partition import shard_bounds
+from mindnlp_dp.data_parallel.buckets.shared_memory_bucket import SharedBucket, copy_range
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monk
         raise OSError(12, "no memory")
 
     if where != "open" or group.rank == group.world_size - 1:
-        monkeypatch.setattr(shared_memory.os, where, refuse)
+        monkeypatch.setattr(host_memory.os, where, refuse)
     assert allocate_shared_rows(comm, 1000) is None
     monkeypatch.setattr(group._transport.channel.memory, "is_available", True)
     parameters = [mindspore.Tensor(np.zeros(shape, np.float32)) for shape in [(300, 301), (70_001,)]]

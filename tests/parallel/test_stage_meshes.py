@@ -7,7 +7,8 @@ import warnings
 
 import numpy as np
 import pytest
-from cut_models import (
+from mindnlp.core import optim
+from sharded_models import (
     BACK,
     MIXED,
     UNEVEN,
@@ -18,11 +19,10 @@ from cut_models import (
     one_mesh_at_a_time,
     trained_by_trainer,
 )  # fmt: skip
-from mindnlp.core import optim
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import alone
 
 # This autouse fixture applies to every test here.
@@ -96,7 +96,8 @@ def test_rows_that_weigh_differently_and_some_that_weigh_nothing(mesh):
         parameters = list(model.parameters())
         step = dp.make_train_step(
             lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, accumulation_steps=2,
-            weight_of=lambda inputs: float((np.asarray(inputs["labels"])[:, 1:] != -100).sum()), group=pieces.group,
+            loss_weight_of=lambda inputs: float((np.asarray(inputs["labels"])[:, 1:] != -100).sum()),
+            group=pieces.group,
         )  # fmt: skip
         for _ in range(2):
             step([rows(columns, 0, 4), rows(columns, 4, 8)])
@@ -124,8 +125,8 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("weight_of", WEIGHTS.values(), ids=WEIGHTS)
-def test_weights_that_do_not_add_up_say_what_micro_batches_count(weight_of):
+@pytest.mark.parametrize("loss_weight_of", WEIGHTS.values(), ids=WEIGHTS)
+def test_weights_that_do_not_add_up_say_what_micro_batches_count(loss_weight_of):
     """Such weights apply to micro-batches, not to rows; the weights of all their shards may be 0."""
     columns = batch("bert", 8)
 
@@ -134,7 +135,7 @@ def test_weights_that_do_not_add_up_say_what_micro_batches_count(weight_of):
         parameters = list(model.parameters())
         step = dp.make_train_step(
             lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, accumulation_steps=2,
-            weight_of=weight_of, group=group,
+            loss_weight_of=loss_weight_of, group=group,
         )  # fmt: skip
         for _ in range(2):
             step([rows(columns, 0, 3), rows(columns, 3, 8)])
@@ -235,13 +236,13 @@ def test_weights_of_shares_that_fail_on_some_ranks_only(group):
     model = dp.parallelize(build("gpt2"), mesh)
     parameters = list(model.parameters())
 
-    def weight_of(inputs):
+    def loss_weight_of(inputs):
         if len(inputs["labels"]) < 4 and mesh.index("dp_in_stage") == 1:
             raise KeyError("a mistake of the user's")
         return len(inputs["labels"])
 
     step = dp.make_train_step(
-        lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, weight_of=weight_of
+        lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, loss_weight_of=loss_weight_of
     )
     with pytest.raises((KeyError, ValueError), match="mistake|could not send its message|has failed; its own error"):
         step(rows(batch("gpt2", 8), 0, 4))
@@ -261,8 +262,8 @@ def test_a_run_that_is_taken_up_on_its_own_mesh_is_the_same_to_the_bit(group, sh
         )  # fmt: skip
         run = dp.FunctionalRun(folder, model, step, dp.make_loader(Sentences("masked"), 4, 2, shuffle=True, seed=1))
         run.resume()
-        for window in run.windows(num_epochs=3):
-            step(window)
+        for micro_batches in run.updates(num_epochs=3):
+            step(micro_batches)
             if step.num_updates == 2:
                 run.save()
             if step.num_updates == stop_after:

@@ -1,4 +1,4 @@
-"""Test the timeline of a run and the output that is printed for every window."""
+"""Test the timeline of a run and the output that is printed for every update."""
 
 from __future__ import annotations
 
@@ -180,11 +180,11 @@ def test_stats_are_a_line_for_each_update(group, shared_tmp_path, capsys):
 
 def test_what_is_exposed_and_what_is_hidden(group, shared_tmp_path):
     trainer = run(group, shared_tmp_path / "out", overlap=True, bucket_cap_mb=0.01)
-    window = trainer._synchronizer.last_window
-    assert window.num_calls == len(trainer._synchronizer.buckets) > 1
-    assert window.num_bytes == sum(bucket.layout.num_bytes for bucket in trainer._synchronizer.buckets)
-    assert window.exposed_seconds > 0
+    micro_batches = trainer._synchronizer.last_exchange
+    assert micro_batches.num_calls == len(trainer._synchronizer.buckets) > 1
+    assert micro_batches.num_bytes == sum(bucket.layout.num_bytes for bucket in trainer._synchronizer.buckets)
+    assert micro_batches.exposed_seconds > 0
     if group.backend == "mpi":
-        assert window.bytes_sent == 0
+        assert micro_batches.bytes_sent == 0
     if group.world_size == 1:
-        assert window.hidden_seconds == 0
+        assert micro_batches.hidden_seconds == 0

@@ -18,12 +18,12 @@ from token_losses import HEADS, distance, settings, together_and_alone, whole_ba
 import mindnlp_dp as dp
 from mindnlp_dp.data.batches import as_tensors
 from mindnlp_dp.parallel.device_mesh import get_device_mesh
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import alone, train, weights
 
 if not is_0_5:
     # The first name is an autouse fixture for every test here.
-    from cut_models import one_mesh_at_a_time, whole_weights  # noqa: F401
+    from sharded_models import one_mesh_at_a_time, whole_weights  # noqa: F401
 
 CORE_HEADS = (
     "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration", "BertForQuestionAnswering",
@@ -112,8 +112,10 @@ def test_a_loop_of_ones_own_finds_its_model(group, name, call):
         model = build(model_class)
         parameters = list(model.parameters())
         step = dp.make_train_step(call(model), optim.SGD(parameters, lr=0.1), parameters)
-        for window in dp.make_loader(samples(model_class, model, 4 * together.world_size + 3), num_rows).windows():
-            step(window[0])
+        for micro_batches in dp.make_loader(
+            samples(model_class, model, 4 * together.world_size + 3), num_rows
+        ).updates():
+            step(micro_batches[0])
         return weights(model)
 
     together = group
@@ -135,7 +137,7 @@ def test_a_tuple_of_arguments_has_their_names(group):
     parameters = list(model.parameters())
     step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters)
     step((mindspore.Tensor(ids), mindspore.Tensor(labels)))
-    assert step.synchronizer.total_weight == group.world_size * np.count_nonzero(labels[:, 1:] != IGNORED)
+    assert step.synchronizer.total_loss_weight == group.world_size * np.count_nonzero(labels[:, 1:] != IGNORED)
 
 
 @pytest.mark.core
@@ -209,7 +211,7 @@ class OwnLossByLabels(OwnLoss):
 def test_a_loss_of_ones_own_is_weighed_by_rows_and_said_so_once(group, tmp_path):
     model_class = find("GPT2LMHeadModel")
     rows = samples(model_class, build(model_class), 8 * group.world_size)
-    cures = "the loss of OwnLoss's own compute_loss is a mean of.*loss_weight.*weight_of=.*count_labels"
+    cures = "the loss of OwnLoss's own compute_loss is a mean of.*loss_weight.*loss_weight_of=.*count_labels"
     with pytest.warns(RuntimeWarning, match=cures) as caught:
         train(build(model_class), rows, tmp_path, OwnLoss, **settings(group, 1))
     assert sum("is a mean of" in str(each.message) for each in caught) == 1
@@ -307,8 +309,8 @@ def test_a_loss_that_is_no_mean_over_rows_is_one_warning(group, tmp_path, loss, 
                 forward, optim.SGD(parameters, lr=0.1), parameters, model=model, accumulation_steps=number
             )
             model.train()
-            for window in dp.make_loader(rows, 8, number).windows():
-                step(window if number > 1 else window[0])
+            for micro_batches in dp.make_loader(rows, 8, number).updates():
+                step(micro_batches if number > 1 else micro_batches[0])
             assert all(module.training for module in model.modules())
         if group.world_size > 1:
             break
@@ -406,14 +408,14 @@ def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused(group, 
 
 
 def test_a_failure_within_an_update_leaves_no_hook_in_the_model(group):
-    """Question answering has a hook during a window; the traceback, which a notebook keeps, must not keep it."""
+    """Question answering has a hook during an update; the traceback, which a notebook keeps, must not keep it."""
     model_class = find("BertForQuestionAnswering")
     model = build(model_class)
     parameters = list(model.parameters())
     step = dp.make_train_step(lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters)
-    window = {key: np.stack([row[key] for row in samples(model_class, model, 8)]) for key in ("input_ids",)}
+    micro_batches = {key: np.stack([row[key] for row in samples(model_class, model, 8)]) for key in ("input_ids",)}
     # More end positions than start positions lie within the text, so the model's own loss is not used.
-    window.update(start_positions=np.array([0, 99] * 4), end_positions=np.arange(8))
+    micro_batches.update(start_positions=np.array([0, 99] * 4), end_positions=np.arange(8))
     accumulate = step.synchronizer.accumulate
 
     def fail(*args):
@@ -421,8 +423,8 @@ def test_a_failure_within_an_update_leaves_no_hook_in_the_model(group):
 
     step.synchronizer.accumulate = fail
     with pytest.raises(KeyboardInterrupt) as caught:
-        step(window)
+        step(micro_batches)
     assert caught.traceback
     assert not model._forward_hooks
     step.synchronizer.accumulate = accumulate
-    assert np.isfinite(step(window))
+    assert np.isfinite(step(micro_batches))

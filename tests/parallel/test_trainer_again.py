@@ -191,7 +191,7 @@ def test_a_layer_that_is_frozen_in_a_custom_loop_stays_as_it_is_with_overlap(gro
 
     optimizer, overlap = optim.AdamW(parameters, lr=1e-2), group.world_size > 1 and not is_0_5
     step = dp.make_train_step(forward, optimizer, parameters, model=model, overlap=overlap)
-    batch = next(dp.make_loader(Rows(2 * group.world_size), 2, columns=["input_ids", "label"]).windows())[0]
+    batch = next(dp.make_loader(Rows(2 * group.world_size), 2, columns=["input_ids", "label"]).updates())[0]
     for _ in range(3):
         step(batch)
     frozen.requires_grad = False

@@ -19,12 +19,12 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
 from mindnlp_dp.data_parallel import synchronizer
-from mindnlp_dp.data_parallel.accumulation import MicroStep
-from mindnlp_dp.data_parallel.buckets import factory as buckets
+from mindnlp_dp.data_parallel.buckets import bucket_factory
 from mindnlp_dp.data_parallel.overlap import OverlapState
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.optim import LAMB, LARS, Muon
-from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import MindNLPUpdater
+from mindnlp_dp.optim.updater_factory import make_updater
 from mindnlp_dp.training.metrics import LossMeter
 from mindnlp_dp.training.train_step import TrainStep
 
@@ -96,6 +96,11 @@ def gradients_of(step, unused=()):
     return found
 
 
+def as_computed(micro_steps, step):
+    """Stand for forward and backward passes: the micro-batches are their results."""
+    return micro_steps
+
+
 class Job:
     """Runs updates with known gradients, equal for any number of ranks: in each update only one rank has a gradient."""
 
@@ -114,7 +119,7 @@ class Job:
         for _ in range(num_updates):
             is_mine = self.done % self.group.world_size == self.group.rank
             micro = [MicroStep(1.0, gradients_of(self.done, unused), 1.0)] if is_mine else []
-            norms.append(self.step(micro, self.done))
+            norms.append(self.step(micro, self.done, as_computed))
             self.done += 1
         return norms
 
@@ -184,7 +189,7 @@ def test_a_hundred_updates_against_mindnlps_own(group, optimizer, zero_stage):
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_parameters_that_are_not_used_in_some_updates(group, alone, zero_stage):
-    """They keep their moments and step count, as in PyTorch; old bucket contents of another window are not used."""
+    """They keep their moments and step count, as in PyTorch; old bucket contents of another update are not used."""
     jobs = [Job("adamw", alone, 0), Job("adamw", group, zero_stage)]
     for job in jobs:
         job.run(3)
@@ -237,7 +242,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(group, zero_stage, max_gra
     bad = gradients_of(0)
     bad[4] = mindspore.Tensor(np.full((20_011,), np.inf, np.float32))
     with pytest.warns(RuntimeWarning):
-        job.step([MicroStep(1.0, bad, 1.0)] if group.is_main else [], 2)
+        job.step([MicroStep(1.0, bad, 1.0)] if group.is_main else [], 2, as_computed)
     assert_same(job.weights(), before)
     assert job.updater._state.steps == count
     job.run(1)
@@ -251,11 +256,11 @@ def test_a_gradient_whose_squares_are_too_large(group, zero_stage):
     large[4] = mindspore.Tensor(np.full((20_011,), 1e30, np.float32))
     micro = [MicroStep(1.0, large, 1.0)] if group.is_main else []
     job = Job("sgd", group, zero_stage, max_grad_norm=None)
-    job.step(micro, 0)
+    job.step(micro, 0, as_computed)
     np.testing.assert_allclose(job.parameters[4].asnumpy(), -1e29, rtol=1e-6)
     job = Job("sgd", group, zero_stage)
     with pytest.warns(RuntimeWarning, match="the norm of the averaged gradient is inf at step 0"):
-        job.step(micro, 0)
+        job.step(micro, 0, as_computed)
     assert_same(job.weights(), [p.asnumpy() for p in make_parameters()])
 
 
@@ -266,9 +271,9 @@ def two_hosts(group, monkeypatch):
         pytest.skip("two hosts of two ranks, and MPI")
     from mpi4py import MPI
 
-    from mindnlp_dp.communication.transports.mpi.shared_memory import HostMemory
-    from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
-    from mindnlp_dp.data_parallel import accumulation
+    from mindnlp_dp.communication.transports.mpi.host_memory import HostMemory
+    from mindnlp_dp.communication.transports.mpi.mpi_transport import MPIChannel
+    from mindnlp_dp.data_parallel import synchronizer_base
 
     comm = MPI.COMM_WORLD
     host, peers = comm.Split(comm.rank // 2, comm.rank), comm.Split(comm.rank % 2, comm.rank)
@@ -278,7 +283,7 @@ def two_hosts(group, monkeypatch):
             return open_gradient_channel(of_group)
         return MPIChannel(MPI, (comm, host, peers), HostMemory(comm, host, is_available=True), "")
 
-    monkeypatch.setattr(accumulation, "open_gradient_channel", open_channel)
+    monkeypatch.setattr(synchronizer_base, "open_gradient_channel", open_channel)
     yield
     for split in (host, peers):
         split.Free()
@@ -290,7 +295,7 @@ def test_two_hosts_train_what_one_rank_trains(two_hosts, group, alone, optimizer
     reference, job = Job(optimizer, alone, 0), Job(optimizer, group, zero_stage)
     assert reference.run(12) == job.run(12)
     assert_same(job.weights(), reference.weights())
-    assert job.updater.place.shares_memory == (zero_stage != 0)
+    assert job.updater.partition.shares_memory == (zero_stage != 0)
     # A job of one rank can resume from the state that the hosts hold in shards.
     saved = materialize(job.updater.optimizer_state())
     assert saved["state"].keys() == reference.updater.optimizer_state()["state"].keys()
@@ -299,7 +304,7 @@ def test_two_hosts_train_what_one_rank_trains(two_hosts, group, alone, optimizer
 @pytest.fixture
 def no_memory_for_weights(monkeypatch):
     """Refuse shared memory for weights, as if gradients had used all of it."""
-    from mindnlp_dp.communication.transports.mpi.shared_memory import HostMemory
+    from mindnlp_dp.communication.transports.mpi.host_memory import HostMemory
 
     refused = []
 
@@ -318,7 +323,7 @@ def test_no_memory_to_share_weights(no_memory_for_weights, group, alone, zero_st
     reference, job = Job("adamw", alone, 0), Job("adamw", group, zero_stage)
     assert reference.run(6) == job.run(6)
     assert_same(job.weights(), reference.weights())
-    assert not job.updater.place.shares_memory
+    assert not job.updater.partition.shares_memory
     job.sync.pack_in_order(range(len(SHAPES)))
     assert reference.run(3) == job.run(3)
     assert_same(job.weights(), reference.weights())
@@ -357,12 +362,12 @@ def test_ranks_of_a_host_share_weights(group):
         job.parameters[4].asnumpy()[0] = 77.0
     group.barrier()
     is_shared = group.backend == "mpi" and group.world_size > 1
-    assert job.updater.place.shares_memory == is_shared
+    assert job.updater.partition.shares_memory == is_shared
     assert (job.parameters[4].asnumpy()[0] == 77.0) == (is_shared or group.is_main)
     group.barrier()
     job.parameters[4].asnumpy()[0] = before[4][0]
     group.barrier()
-    assert not job.updater.place.weights.moved()
+    assert not job.updater.partition.weights.moved()
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
@@ -372,9 +377,9 @@ def test_a_parameter_that_was_assigned_to_is_put_back_with_its_new_value(group, 
         job.run(3)
         job.parameters[0].assign_value(mindspore.Tensor(np.full((300, 77), 0.5, np.float32)))
         job.parameters[1].assign_value(mindspore.Tensor(np.float32(2.0)))
-        assert job.updater.place.weights.moved() == [0, 1]
+        assert job.updater.partition.weights.moved() == [0, 1]
         job.run(1)
-        assert job.updater.place.weights.moved() == []
+        assert job.updater.partition.weights.moved() == []
         job.run(2)
     assert_same(jobs[1].weights(), jobs[0].weights())
 
@@ -506,7 +511,9 @@ def test_two_steps_of_one_optimizer_have_other_parameters(group, alone, zero_sta
             updater = make_updater(optimizer, sync, zero_stage)
             steps.append(TrainStep(sync, updater, LossMeter(group), max_grad_norm=1.0))
         for number in range(6):
-            steps[number % 2]([MicroStep(1.0, gradients_of(number), 1.0)] if group.rank == 0 else [], number)
+            steps[number % 2](
+                [MicroStep(1.0, gradients_of(number), 1.0)] if group.rank == 0 else [], number, as_computed
+            )
         return [p.asnumpy() for p in (*both[0], *both[1])]
 
     apart = weights(alone, 0, share_optimizer=False) if group.rank == 0 else None
@@ -535,7 +542,7 @@ def test_memory_of_buckets_is_free_before_they_are_packed_anew(group, monkeypatc
 
     def make_buckets(*given):
         in_use.append(sum(array() is not None for array in memory))
-        return buckets.make_buckets(*given)
+        return bucket_factory.make_buckets(*given)
 
     monkeypatch.setattr(synchronizer, "make_buckets", make_buckets)
     job.sync.pack_in_order(range(len(SHAPES)))
@@ -631,7 +638,7 @@ def test_parameters_that_were_assigned_each_others_memory(group, zero_stage):
         first.assign_value(second)
         second.assign_value(kept)
         group.barrier()
-        step([MicroStep(1.0, gradients, 1.0)], number)
+        step([MicroStep(1.0, gradients, 1.0)], number, as_computed)
         expected = (1.0, 2.0) if number % 2 else (2.0, 1.0)
         assert [np.unique(p.asnumpy()).tolist() for p in (one, other)] == [[value] for value in expected]
 
@@ -748,7 +755,7 @@ def test_an_optimizer_that_is_changed_behind_our_back_is_an_error_on_all_ranks(g
     optimizer = optim.SGD(parameters[:-1], lr=0.1)
     accumulation = dp.GradientSynchronizer(parameters, group, overlap=False)
     step = TrainStep(accumulation, make_updater(optimizer, accumulation, "auto"), LossMeter(group))
-    step([MicroStep(1.0, gradients_of(0), 1.0)], 0)
+    step([MicroStep(1.0, gradients_of(0), 1.0)], 0, as_computed)
     before = [p.asnumpy().copy() for p in parameters]
     if group.rank == group.world_size - 1:
         if change == "step":
@@ -756,6 +763,6 @@ def test_an_optimizer_that_is_changed_behind_our_back_is_an_error_on_all_ranks(g
         else:
             optimizer.add_param_group({"params": parameters[-1:], "maximize": True})
     with pytest.raises(RuntimeError, match=f"SGD was changed on 1 of {group.world_size} ranks"):
-        step([MicroStep(1.0, gradients_of(1), 1.0)], 1)
+        step([MicroStep(1.0, gradients_of(1), 1.0)], 1, as_computed)
     for parameter, value in zip(parameters, before):
         np.testing.assert_array_equal(parameter.asnumpy(), value)

@@ -43,7 +43,7 @@ from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.runtime.atomic_write import link_or_copy
 from mindnlp_dp.runtime.named_weights import named_weights
-from mindnlp_dp.runtime.partition import split_evenly
+from mindnlp_dp.runtime.shard_bounds import split_evenly
 from mindnlp_dp.runtime.sharded_array import FlatLayout, Shard, ShardedArray
 from models import Rows, tiny_config, tiny_roberta, train, weights
 
@@ -118,8 +118,8 @@ def in_pieces(array, layout, num_pieces):
     """Return the array as ``num_pieces`` pieces that one rank has, some of them empty or twice."""
     parts = (
         [array]
-        if layout.cut is None
-        else [layout.cut.part(array, i, layout.num_parts) for i in range(layout.num_parts)]
+        if layout.shard is None
+        else [layout.shard.part(array, i, layout.num_shards) for i in range(layout.num_shards)]
     )
     flat = np.concatenate([part.reshape(-1) for part in parts])
     ends = [split_evenly(len(flat), num_pieces, part) for part in range(num_pieces)]
@@ -350,7 +350,7 @@ def test_what_a_folder_holds_is_on_the_disk_before_it_has_its_name(tmp_path, mon
     assert events[renamed + 1 :] == [tmp_path]
 
 
-def cut(path):
+def shard(path):
     path.write_bytes(path.read_bytes()[:-3])
 
 
@@ -377,10 +377,10 @@ def rewrite(checkpoint, change):
     ("harm", "message"),
     [
         (lambda c: (c / "checkpoint.json").unlink(), "has no checkpoint.json, so no run can be resumed from it"),
-        (lambda c: cut(c / "checkpoint.json"), "checkpoint.json is damaged: JSONDecodeError"),
+        (lambda c: shard(c / "checkpoint.json"), "checkpoint.json is damaged: JSONDecodeError"),
         (lambda c: (c / "checkpoint.json").write_text("[]"), "checkpoint.json is damaged: TypeError"),
         (lambda c: (c / "checkpoint.json").write_text('{"files": {}, "format": 99}'), "is of format 99"),
-        (lambda c: cut(c / "state.safetensors"), "state.safetensors has .* bytes, .* were written"),
+        (lambda c: shard(c / "state.safetensors"), "state.safetensors has .* bytes, .* were written"),
         (lambda c: flip(c / "state.safetensors"), "state.safetensors is not what was written, its hash differs"),
         (lambda c: (c / "model.safetensors").unlink(), "model.safetensors is missing"),
         (

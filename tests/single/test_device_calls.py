@@ -14,15 +14,15 @@ from mindnlp.core.autograd import value_and_grad
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.p2p import ACTIVATIONS, GRADIENTS, PipelineP2P
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.communication.transports.mindspore.transport import MindSporeTransport
+from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeTransport
 from mindnlp_dp.data_parallel import overlap
-from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
-from mindnlp_dp.data_parallel.buckets.factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.bucket_factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.device_bucket import DeviceBucket
 from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
 from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS, OverlapState
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.device_updater import DeviceUpdater
-from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.optim.updater_factory import make_updater
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, init_device_mesh
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.arrays import number_of
@@ -76,7 +76,7 @@ def backward(parameters, value):
     return run()[1]
 
 
-def window(sync, parameters, value, weight=4.0):
+def run_update(sync, parameters, value, weight=4.0):
     with sync.backward(weight):
         gradients = backward(parameters, value)
     sync.accumulate(gradients, weight)
@@ -271,7 +271,7 @@ def test_a_group_of_one_rank_updates_without_a_communicator(device, group, param
         with sync.backward(4.0):
             gradients = backward(parameters, value)
         sync.accumulate(gradients, 4.0)
-        updater.update(updater.average(sync))
+        updater.update(updater.receive(sync.reduce(in_place=updater.reads_buckets), sync))
         updater.finish()
     for parameter in parameters:
         np.testing.assert_array_equal(parameter.asnumpy(), np.full(parameter.shape, -3.0, np.float32))
@@ -291,7 +291,7 @@ def test_meshes_that_need_what_the_library_lacks_are_refused(monkeypatch, name, 
         init_device_mesh(sizes, ProcessGroup(MindSporeTransport()))
 
 
-# Gradient accumulation windows.
+# Gradient accumulation.
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -309,7 +309,7 @@ def test_buckets_are_exchanged_within_the_backward_pass_or_after_it(device, grou
         for shape, mean in zip(SHAPES, sync.reduce()):
             assert mean.dtype == mindspore.float32
             np.testing.assert_array_equal(mean.asnumpy(), np.full(shape, value, np.float32))
-        # The first window records the order in which gradients arrive.
+        # The first update records the order in which gradients arrive.
         if overlap and number > 0:
             # The header is exchanged as well: it carries the weights of all ranks.
             assert begun == len(sync.buckets) + 1
@@ -337,7 +337,7 @@ def test_a_gradient_replaced_in_a_later_update_is_seen_in_the_next_one_that_is_c
     monkeypatch.setattr(overlap, "CHECKED_EVERY", 4)
     sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
     for _ in range(3):
-        window(sync, parameters, 1.0)
+        run_update(sync, parameters, 1.0)
     with sync.backward(4.0):
         gradients = backward(parameters, 2.0)
     sync.accumulate([gradient * 0 for gradient in gradients], 4.0)
@@ -353,7 +353,7 @@ def test_hooks_run_no_operators_of_their_own_once_the_order_is_learned(device, g
         parameters = [nn.Parameter(mindspore.Tensor(np.zeros((2, 3), np.float32))) for _ in range(num_parameters)]
         sync = GradientSynchronizer(parameters, group, overlap=True)
         for _ in range(3):
-            window(sync, parameters, 1.0)
+            run_update(sync, parameters, 1.0)
         gradients = [mindspore.Tensor(np.ones((2, 3), np.float32)) for _ in parameters]
         with counted_operators() as (methods, functions), counted(mindspore.Tensor, ["data_ptr"]) as addresses:
             with sync.backward(1.0):
@@ -369,12 +369,12 @@ def test_hooks_run_no_operators_of_their_own_once_the_order_is_learned(device, g
 
 
 def test_a_trial_takes_the_time_when_the_device_has_done_its_work(device, group, parameters):
-    """Check that windows with and without overlap are measured alike, and windows after the trial do not wait."""
+    """Check that updates with and without overlap are measured alike, and updates after the trial do not wait."""
     sync = GradientSynchronizer(parameters, group, overlap="auto")
     waits = []
     for _ in range(2 * TRIAL_PAIRS + 4):
         device.calls.clear()
-        window(sync, parameters, 1.0)
+        run_update(sync, parameters, 1.0)
         waits.append(device.calls.count("synchronize"))
     assert waits == [0, *[2] * 2 * TRIAL_PAIRS, 0, 0, 0]
 
@@ -382,7 +382,7 @@ def test_a_trial_takes_the_time_when_the_device_has_done_its_work(device, group,
 def test_gradients_that_hold_nan_and_were_not_changed_are_no_change(group, parameters):
     sync = GradientSynchronizer(parameters, group, overlap=True)
     for value in (1.0, 2.0, float("nan"), 3.0):
-        window(sync, parameters, value)
+        run_update(sync, parameters, value)
     assert sync.overlap.state is OverlapState.ON
 
 
@@ -400,7 +400,7 @@ def test_bfloat16_is_compressed_where_the_library_adds_it(device, group, paramet
             GradientSynchronizer(parameters, group, compression="bf16")
     else:
         sync = GradientSynchronizer(parameters, group, overlap=False, compression="bf16")
-        np.testing.assert_array_equal(window(sync, parameters, 2.0)[0].asnumpy(), 2)
+        np.testing.assert_array_equal(run_update(sync, parameters, 2.0)[0].asnumpy(), 2)
 
 
 @pytest.mark.parametrize("name", ["910A", "310P"])
@@ -441,16 +441,16 @@ def test_a_steady_update_waits_for_the_device_so_often(group, parameters):
     """Count the waits, each of which idles the device: only the header is read; it carries all that ranks exchange."""
     sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
     for _ in range(3):
-        window(sync, parameters, 1.0)
+        run_update(sync, parameters, 1.0)
     with counted_host_reads() as reads:
-        window(sync, parameters, 2.0)
+        run_update(sync, parameters, 2.0)
     print(f"{group.backend}: {len(reads)} waits in an update of {len(sync.buckets)} buckets: {', '.join(reads)}")
     assert len(reads) == 1
 
 
 @pytest.mark.parametrize("make", [adamw, mindspores_adam])
 def test_a_whole_step_waits_for_the_device_so_often(group, make):
-    """Count one wait: the window's header has the losses and the gradient norm; the optimizers add none."""
+    """Count one wait: the update's header has the losses and the gradient norm; the optimizers add none."""
     parameters = [
         mindspore.Parameter(mindspore.Tensor(np.ones(shape, np.float32)), name=f"p{index}")
         for index, shape in enumerate([(30, 20), (20,), (50, 10)])
@@ -504,7 +504,7 @@ def test_a_rank_that_reads_from_its_device_is_seen_to_wait(group, tmp_path, monk
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_micro_steps_do_not_wait_for_the_device(group, overlap, max_grad_norm):
-    """Check a window of four micro-batches, with and without clipping, whose losses are looked at for NaN."""
+    """Check an update of four micro-batches, with and without clipping, whose losses are looked at for NaN."""
     optimizer, parameters = adamw([mindspore.Tensor(np.ones(3, np.float32))])
     step = make_train_step(
         lambda x: (parameters[0] * x).mean(), optimizer, parameters, group=group, overlap=overlap,
@@ -525,7 +525,7 @@ def test_micro_steps_do_not_wait_for_the_device(group, overlap, max_grad_norm):
 def test_a_micro_step_whose_deferred_loss_is_nan_is_left_out(group, parameters, overlap, bad):
     sync = GradientSynchronizer(parameters, group, overlap=overlap, bucket_cap_mb=1e-3)
     for _ in range(3):
-        window(sync, parameters, 1.0)
+        run_update(sync, parameters, 1.0)
     assert sync.overlap.is_sending is overlap
     values, weights = (2.0, 6.0, 10.0), (1.0, 3.0, 2.0)
     for number, (value, weight) in enumerate(zip(values, weights)):
@@ -542,10 +542,10 @@ def test_a_micro_step_whose_deferred_loss_is_nan_is_left_out(group, parameters, 
     np.testing.assert_array_equal(sync.losses, [np.nan if n in bad else values[n] for n in range(3)])
     # The simulated rank has left out the same micro-batches.
     assert sync.num_skipped == 2 * len(bad)
-    assert sync.total_weight == 2 * sum(weights[n] for n in good)
+    assert sync.total_loss_weight == 2 * sum(weights[n] for n in good)
     assert sync.overlap.off_reason == ("" if overlap else "not asked for")
-    # The next window has forgotten them.
-    np.testing.assert_array_equal(window(sync, parameters, 3.0)[0].asnumpy(), 3)
+    # The next update has forgotten them.
+    np.testing.assert_array_equal(run_update(sync, parameters, 3.0)[0].asnumpy(), 3)
     assert sync.num_skipped == 0
 
 
@@ -582,16 +582,16 @@ def test_an_error_of_the_device_comes_with_the_next_read_and_leaves_no_partial_w
 ):
     sync = GradientSynchronizer(parameters, group, overlap=overlap, bucket_cap_mb=1e-3)
     for _ in range(3):
-        window(sync, parameters, 1.0)
+        run_update(sync, parameters, 1.0)
     with sync.backward(4.0):
         gradients = backward(parameters, 2.0)
         device.fail("HcclAllReduce failed")
     sync.accumulate(gradients, 4.0)
     with pytest.raises(RuntimeError, match="HcclAllReduce failed"):
         sync.reduce()
-    for shape, mean in zip(SHAPES, window(sync, parameters, 3.0)):
+    for shape, mean in zip(SHAPES, run_update(sync, parameters, 3.0)):
         np.testing.assert_array_equal(mean.asnumpy(), np.full(shape, 3, np.float32))
-    assert sync.total_weight == 2 * 4.0
+    assert sync.total_loss_weight == 2 * 4.0
 
 
 def test_the_result_of_an_asynchronous_sum_is_not_there_before_the_stream_waits(monkeypatch):
@@ -612,7 +612,7 @@ def test_sums_that_differ_in_the_last_bit_are_no_change_of_a_gradient(monkeypatc
     assert float(x.sum().asnumpy()) != float(x.sum().asnumpy())
     sync = GradientSynchronizer(parameters, ProcessGroup(MindSporeTransport()), overlap=True)
     for value in (0.1, 0.2, 0.3):
-        window(sync, parameters, value)
+        run_update(sync, parameters, value)
     assert sync.overlap.state is OverlapState.ON
 
 
@@ -621,7 +621,7 @@ def test_sums_that_differ_in_the_last_bit_are_no_change_of_a_gradient(monkeypatc
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_a_divided_update(device, group, parameters, zero_stage):
-    """Give all gradients of a window one value, so that the slices of the simulated rank equal those of this rank."""
+    """Give all gradients of an update one value, so that the slices of the simulated rank equal those of this rank."""
     optimizer = optim.AdamW(parameters, lr=1e-2)
     sync = GradientSynchronizer(parameters, group, overlap=True)
     updater = make_updater(optimizer, sync, zero_stage)
@@ -634,7 +634,7 @@ def test_a_divided_update(device, group, parameters, zero_stage):
             with sync.backward(4.0):
                 gradients = backward(parameters, value)
             sync.accumulate(gradients, 4.0)
-            clipped, norm = updater.clip(updater.average(sync), 1.0)
+            clipped, norm = updater.clip(updater.receive(sync.reduce(in_place=updater.reads_buckets), sync), 1.0)
             updater.update(clipped)
         updater.finish()
         sync.repack_if_learned()
@@ -650,7 +650,7 @@ def test_a_divided_update(device, group, parameters, zero_stage):
         if number == 3:
             # The header has the norm.
             assert len(reads) == 1
-            # The window's weights and its header are all-reduced as well.
+            # The update's weights and its header are all-reduced as well.
             assert device.calls.count(EXCHANGES[zero_stage][group.backend]) == {1: 3, 2: 1}[zero_stage]
             assert device.calls.count(GATHERS[group.backend]) == 1
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from stream_model import DeadlockError, LazyArray, Streams, StreamTransport
 
-from mindnlp_dp.data_parallel.accumulation import MicroStep
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
-from mindnlp_dp.parallel.pipeline_parallel.p2p import StageP2P
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
+from mindnlp_dp.parallel.pipeline_parallel.stage_messages import StageP2P
+from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
 from mindnlp_dp.runtime.arrays import to_host
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
-from mindnlp_dp.schedules.pipeline import SCHEDULES
+from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
 COLUMNS = 3
 UNEVEN = ["pp=2,dp=2|1,tp=1|2", "pp=2,tp=2|1,dp=1|2", "pp=2,dp=3|1,tp=1", "pp=2,dp=1|3", "pp=3,dp=2|4|1,tp=1|1|2"]
@@ -57,7 +57,7 @@ class NumberedPipeline(Pipeline):
         self.received = []
         self._broken_by = ""
 
-    def _tells_losses(self, batch):
+    def _reports_losses(self, batch):
         return False
 
     def _check(self, kind, share, came, stage):
@@ -77,8 +77,8 @@ class NumberedPipeline(Pipeline):
         return [], None if received is None else np.full(received.shape, 1000.0 + 10 * share.number + self.stage)
 
 
-def run_window(mesh, schedule, num_micro_batches, *, matches_in_order=True, fails_at=None):
-    """Run a window of a pipeline on all ranks of a mesh; return the losses or the error of each rank."""
+def run_update(mesh, schedule, num_micro_batches, *, matches_in_order=True, fails_at=None):
+    """Run an update of a pipeline on all ranks of a mesh; return the losses or the error of each rank."""
     sizes = parse_mesh(mesh)
     world_size = sum(
         np.prod([size[stage] if isinstance(size, tuple) else size for axis, size in sizes.items() if axis != "pp"])
@@ -97,7 +97,7 @@ def run_window(mesh, schedule, num_micro_batches, *, matches_in_order=True, fail
             try:
                 steps = list(pipeline.run(batches, []))
             except ValueError:
-                with pytest.raises(RuntimeError, match="cannot continue after an error in a window .*ValueError"):
+                with pytest.raises(RuntimeError, match="cannot continue after an error in an update .*ValueError"):
                     list(pipeline.run(batches, []))
                 raise
             assert all(isinstance(step, MicroStep) for step in steps)
@@ -125,7 +125,7 @@ def run_window(mesh, schedule, num_micro_batches, *, matches_in_order=True, fail
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_every_schedule_completes_on_streams_that_match_messages_in_order(schedule, num_stages):
     for num_micro_batches in range(1, 17):
-        results = run_window(f"pp={num_stages}", schedule, num_micro_batches)
+        results = run_update(f"pp={num_stages}", schedule, num_micro_batches)
         assert results == [[1.0] * num_micro_batches] * num_stages
 
 
@@ -133,7 +133,7 @@ def test_every_schedule_completes_on_streams_that_match_messages_in_order(schedu
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "dp=2,pp=3", *UNEVEN])
 def test_stages_of_several_ranks_complete(schedule, mesh):
     for num_micro_batches in (1, 2, 5):
-        for losses in run_window(mesh, schedule, num_micro_batches):
+        for losses in run_update(mesh, schedule, num_micro_batches):
             # Ranks that split a micro-batch have their part of its loss.
             assert len(losses) == num_micro_batches
 
@@ -143,7 +143,7 @@ def test_stages_of_several_ranks_complete(schedule, mesh):
 def test_messages_in_program_order_deadlock_on_these_streams(schedule, num_stages):
     """Check the model: it finds the deadlock of sends that are issued as soon as an activation is made."""
     for num_micro_batches in (1, 2, 4):
-        results = run_window(f"pp={num_stages}", schedule, num_micro_batches, matches_in_order=False)
+        results = run_update(f"pp={num_stages}", schedule, num_micro_batches, matches_in_order=False)
         if schedule == "gpipe" or num_micro_batches == 1:
             assert results == [[1.0] * num_micro_batches] * num_stages
         else:
@@ -156,6 +156,6 @@ def test_a_stage_that_fails_raises_its_error_without_waiting_for_the_others(sche
     """The other stages wait for it until the launcher ends them, because a device cannot take a message back."""
     for stage in range(4):
         for number in (0, 2, 5):
-            results = run_window("pp=4", schedule, 6, fails_at=(kind, stage, number))
+            results = run_update("pp=4", schedule, 6, fails_at=(kind, stage, number))
             assert str(results[stage]) == f"{kind} pass {number} of stage {stage} fails"
             assert all(isinstance(result, (list, DeadlockError)) for r, result in enumerate(results) if r != stage)

@@ -38,34 +38,11 @@ def hooks():
 # --- architecture.md ---
 
 
-def files_in_tree(text):
-    """Return the files that an indented tree names; folders in it end with a slash."""
-    folders, files = [], set()
-    for line in text.splitlines():
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        del folders[depth:]
-        if name.endswith("/"):
-            folders.append(name)
-        else:
-            files |= {"".join(folders) + name for name in re.match(r"\s*((?:\w+\.py ?)+)", line)[1].split()}
-    return files
-
-
-def test_the_tree_names_every_file_of_the_package_and_no_other():
-    tree = re.search(r"^```\n(mindnlp_dp/\n.*?)^```", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[1]
-    files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
-    # The tree describes a folder on the folder's line, so it does not list __init__.py.
-    expected = {file for file in files if file == "mindnlp_dp/__init__.py" or not file.endswith("/__init__.py")}
-    assert sorted(files_in_tree(tree)) == sorted(expected)
-
-
-def test_a_tree_is_read_as_folders_and_files():
-    assert files_in_tree("a/   a folder\n  b.py   words\n  c/\n    d.py\n  e.py\n") == {"a/b.py", "a/c/d.py", "a/e.py"}
-
-
-def test_every_line_of_the_tree_says_what_its_file_is_for():
-    tree = re.search(r"^```\nmindnlp_dp/\n(.*?)^```", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[1]
-    assert [line for line in tree.splitlines() if len(line.split()) < 2] == []
+def test_the_list_of_files_is_the_generated_one():
+    """Python docs/hooks.py writes it."""
+    listed = re.search(r"^mindnlp_dp/\n.*?(?=\n```$)", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[0]
+    assert listed == hooks().file_list(PACKAGE)
+    assert [line for line in listed.splitlines()[1:] if len(line.split()) < 3] == []
 
 
 def test_files_in_the_diagrams_exist():

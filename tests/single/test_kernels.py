@@ -27,7 +27,7 @@ from mindnlp.transformers.models.qwen2 import modeling_qwen2
 from mindspore import Tensor
 
 import mindnlp_dp as dp
-from mindnlp_dp.kernels import activations, dispatch, dropout, functions, matmul, memory, onednn, workers
+from mindnlp_dp.kernels import activations, dispatch, dropout, functions, matmul, memory_pool, onednn, workers
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
@@ -379,7 +379,7 @@ def test_without_onednn(monkeypatch):
     a, b, many = numbers(100, 70), numbers(70, 80), numbers(3, 2, 90, 100)
     bias = numbers(80)
     with_it = matmul.product(a, b, bias), matmul.matmul(many, many.swapaxes(-1, -2)), matmul.matmul(a, b)
-    monkeypatch.setattr(matmul.onednn, "is_there", lambda: False)
+    monkeypatch.setattr(matmul.onednn, "is_available", lambda: False)
     without = matmul.product(a, b, bias), matmul.matmul(many, many.swapaxes(-1, -2)), matmul.matmul(a, b)
     for x, y in zip(with_it, without):
         np.testing.assert_allclose(x, y, atol=1e-4)
@@ -764,40 +764,40 @@ class TestDropout:
 class TestMemory:
     def test_a_transposed_tensor_is_not_copied(self):
         tensor = Tensor(numbers(4, 5, 6))
-        turned = memory.array_of(tensor.permute(2, 0, 1))
-        assert np.shares_memory(turned, memory.array_of(tensor))
+        turned = memory_pool.array_of(tensor.permute(2, 0, 1))
+        assert np.shares_memory(turned, memory_pool.array_of(tensor))
         np.testing.assert_array_equal(turned, numbers(4, 5, 6).transpose(2, 0, 1))
-        part = memory.array_of(tensor[1:3, 2])
+        part = memory_pool.array_of(tensor[1:3, 2])
         np.testing.assert_array_equal(part, numbers(4, 5, 6)[1:3, 2])
 
     def test_and_neither_is_a_transposed_array(self):
-        turned = memory.tensor_of(numbers(4, 5, 6).transpose(2, 0, 1))
+        turned = memory_pool.tensor_of(numbers(4, 5, 6).transpose(2, 0, 1))
         assert turned.shape == (6, 4, 5)
         assert not turned.is_contiguous()
         np.testing.assert_array_equal(turned.asnumpy(), numbers(4, 5, 6).transpose(2, 0, 1))
 
     def test_memory_in_use_is_never_given_away(self):
-        size = memory.SMALLEST_KEPT
+        size = memory_pool.SMALLEST_KEPT
         arrays = []
         for number in range(5):
-            array = memory.empty(2, size // 2)
+            array = memory_pool.empty(2, size // 2)
             array[...] = number
             # Every object made from the array keeps it alive: views of views, and tensors.
-            arrays.append([array.reshape(-1)[8:].reshape(8, -1)[1:3], memory.tensor_of(array)][number % 2])
+            arrays.append([array.reshape(-1)[8:].reshape(8, -1)[1:3], memory_pool.tensor_of(array)][number % 2])
             del array
             gc.collect()
         for number, array in enumerate(arrays):
             assert (array == number).all()
 
     def test_memory_that_nobody_has_any_more_is_used_again(self):
-        size = 3 * memory.SMALLEST_KEPT
-        array = memory.empty(size)
+        size = 3 * memory_pool.SMALLEST_KEPT
+        array = memory_pool.empty(size)
         address = array.ctypes.data
         del array
-        assert memory.empty(size - 5).ctypes.data == address
+        assert memory_pool.empty(size - 5).ctypes.data == address
 
     def test_no_more_is_kept_than_was_in_use_at_a_time(self):
-        kept = memory._Kept()
+        kept = memory_pool._Kept()
         for size in range(1000, 9000, 100):
             arrays = [kept.take(size) for _ in range(3)]
             assert all(size <= len(array) <= 1.25 * size for array in arrays)
@@ -807,7 +807,7 @@ class TestMemory:
             assert kept._num_free == sum(size * len(free) for size, free in kept._free.items())
 
     def test_memory_that_there_is_not_leaves_no_trace(self):
-        kept = memory._Kept()
+        kept = memory_pool._Kept()
         with pytest.raises(MemoryError):
             kept.take(1 << 46)
         assert kept._num_used == kept._most_used == 0
@@ -824,14 +824,14 @@ class TestMemory:
         call = mindspore.value_and_grad(run) if recorded else run
         call(x)
         gc.collect()
-        used = memory._kept._num_used
-        memory._kept._most_used = used
+        used = memory_pool._kept._num_used
+        memory_pool._kept._most_used = used
         for _ in range(3):
             call(x)
         gc.collect()
-        assert memory._kept._num_used == used
+        assert memory_pool._kept._num_used == used
         # A recorded graph keeps arrays of every layer, two for each kernel; a pass without a graph keeps none.
-        most = (memory._kept._most_used - used) / 600**2
+        most = (memory_pool._kept._most_used - used) / 600**2
         assert most < 60 if recorded else most < 8
 
     def test_an_input_is_not_written_to(self):
@@ -891,7 +891,7 @@ class TestWholeModels:
     def test_models_of_mindnlp(self, make, config, monkeypatch):
         asked = []
         stock = dispatch.supports
-        monkeypatch.setattr("mindnlp_dp.compat.cpu_kernels.supports", lambda *xs: asked.append(xs) or stock(*xs))
+        monkeypatch.setattr("mindnlp_dp.compat.shared_cpu_kernels.supports", lambda *xs: asked.append(xs) or stock(*xs))
         model = make(config)
         model.set_train(False)
         ids = Tensor(np.arange(12).reshape(2, 6))
@@ -1097,7 +1097,7 @@ def test_threads_that_compute_first_share_an_engine(monkeypatch):
 
 def test_memory_that_is_freed_while_other_memory_is_taken_is_counted(monkeypatch):
     """Free an array during another allocation, as the garbage collector may do in the same thread."""
-    kept = memory._Kept()
+    kept = memory_pool._Kept()
     first = kept.take(1024)
     drop = kept._drop
 

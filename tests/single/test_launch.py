@@ -232,7 +232,7 @@ def test_a_rank_that_a_thread_ended_after_its_main_thread_has_failed(tmp_path, e
     assert failure.what.startswith(what)
     # While it runs, the job continues; when it is gone, mpirun has some seconds to say why.
     assert not JobSnapshot(list(ranks.values()), [HostReport()]).has_failed
-    assert JobSnapshot(list(ranks.values()), [HostReport(gone=[1])]).gone_silently == [1]
+    assert JobSnapshot(list(ranks.values()), [HostReport(gone=[1])]).exited_silently == [1]
 
 
 def test_launched_rank():

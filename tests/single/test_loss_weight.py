@@ -154,7 +154,7 @@ def test_prompts_are_put_before_the_labels(peft, is_shifted):
 def test_an_unknown_loss_is_weighed_by_rows_with_one_warning():
     weigher = LossWeigher(None, "the loss of MyModel")
     assert weigher({"input_ids": IDS, "labels": np.array([1, 2, 3])}) == 3
-    with pytest.warns(RuntimeWarning, match="the loss of MyModel.*loss_weight.*weight_of=.*count_labels"):
+    with pytest.warns(RuntimeWarning, match="the loss of MyModel.*loss_weight.*loss_weight_of=.*count_labels"):
         assert weigher({"labels": LABELS}) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -166,7 +166,7 @@ def test_an_unknown_loss_is_weighed_by_rows_with_one_warning():
 @pytest.mark.parametrize("batch", [(IDS, LABELS), {"ids": IDS, "target": LABELS}, IDS])
 def test_labels_under_another_name_are_said_to_be_missing(batch):
     weigher = LossWeigher(LossMean(Task.CAUSAL_LM, is_shifted=True), "the loss of GPT2LMHeadModel")
-    with pytest.warns(RuntimeWarning, match="GPT2LMHeadModel is a mean over labels.*has none under.*weight_of="):
+    with pytest.warns(RuntimeWarning, match="GPT2LMHeadModel is a mean over labels.*has none under.*loss_weight_of="):
         assert weigher(batch) == 3
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindnlp_dp.communication.transports.mindspore.cluster import init_cluster
+from mindnlp_dp.communication.transports.mindspore.mindspore_cluster import init_cluster
 
 
 def state(thread=0):

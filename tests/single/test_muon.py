@@ -12,7 +12,7 @@ from muon_reference import muon_reference
 
 import mindnlp_dp as dp
 from mindnlp_dp.optim import Muon, muon_groups
-from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.optim.updater_factory import make_updater
 from mindnlp_dp.optim.flat_updater import FlatUpdater
 from mindnlp_dp.optim.newton_schulz import frobenius_norm, multiplications, orthogonalize
 from mindnlp_dp.optim.zero.parameterwise import assign_parameters
@@ -225,6 +225,6 @@ def test_gpt2s_packed_projections_are_three_matrices_each():
 def test_tensor_parallelism_is_refused_in_a_sentence():
     matrix = parameter(3, 4)
     synchronizer = dp.GradientSynchronizer([matrix], dp.init_process_group(), overlap=False)
-    scope = SimpleNamespace(is_whole=False, has_cut_parameters=True)
-    with pytest.raises(ValueError, match=r"Muon needs each whole matrix, of which ranks have parts \(tp > 1\)"):
+    scope = SimpleNamespace(is_full=False, has_sharded_parameters=True)
+    with pytest.raises(ValueError, match=r"Muon needs each full matrix, of which ranks have parts \(tp > 1\)"):
         make_updater(Muon([matrix]), synchronizer, 0, scope=scope)

@@ -16,14 +16,14 @@ import pytest
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.finetuning.settings import parse_config
 from mindnlp_dp.planner import InfeasibleError, load_cluster, load_model, memory_of, plan, predict, simulate_pipeline
-from mindnlp_dp.planner.cost_model.memory import parameter_memory, strategies_of
+from mindnlp_dp.planner.cost_model.memory_cost import parameter_memory, strategies_of
 from mindnlp_dp.planner.cost_model.resharding_costs import Boundaries
 from mindnlp_dp.planner.cost_model.stage_costs import StageCosts, StageParallelism
-from mindnlp_dp.planner.estimate import estimate
-from mindnlp_dp.planner.profiles.cluster import all_gather, all_to_all
-from mindnlp_dp.planner.profiles.models import model_names
-from mindnlp_dp.planner.profiles.operators import cluster_layers, crossing
-from mindnlp_dp.report.plan import as_dict, launch_command, text_of
+from mindnlp_dp.planner.estimate_memory import estimate
+from mindnlp_dp.planner.profiles.cluster_profile import all_gather, all_to_all
+from mindnlp_dp.planner.profiles.model_profiles import model_names
+from mindnlp_dp.planner.profiles.operator_graph import cluster_layers, crossing
+from mindnlp_dp.report.plan_table import as_dict, launch_command, text_of
 from mindnlp_dp.text_classification.config import FinetuneConfig
 from mindnlp_dp.text_classification.planned import read_plan
 

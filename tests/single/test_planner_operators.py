@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, choose_shardings
-from mindnlp_dp.planner.profiles.cluster import Link, all_reduce
-from mindnlp_dp.planner.profiles.operators import Graph, Operator
+from mindnlp_dp.planner.profiles.cluster_profile import Link, all_reduce
+from mindnlp_dp.planner.profiles.operator_graph import Graph, Operator
 
 # Alpa adds these costs to an all-reduce, an all-gather and an all-to-all.
 TIES = (0.01, 0.1, 0.001)

@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 
+from mindnlp_dp.pipeline_schedules.resharding_layouts import parse_spec, tiles, unit_tasks
+from mindnlp_dp.pipeline_schedules.resharding_schedule import schedule_tasks
+from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES, ideal_bubble, most_in_flight
+from mindnlp_dp.pipeline_schedules.simulation import pipeline_makespan, simulate_pipeline
 from mindnlp_dp.planner.simulate_step import least_makespan
-from mindnlp_dp.schedules.pipeline import SCHEDULES, ideal_bubble, most_in_flight
-from mindnlp_dp.schedules.pipeline_simulation import pipeline_makespan, simulate_pipeline
-from mindnlp_dp.schedules.resharding import parse_spec, tiles, unit_tasks
-from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
 
 # Pipelines.
 

@@ -19,7 +19,7 @@ from mindnlp_dp.launch.options import rendezvous_of
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess
-from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.launch.processes.local_host import LocalHost
 from mindnlp_dp.launch.processes.spawn import start_mpi
 from mindnlp_dp.launch.rendezvous.client import HostAgent, connect
 from mindnlp_dp.launch.rendezvous.membership import Membership, MinMax

@@ -14,7 +14,7 @@ from mindnlp_dp.data.sampler import (
     grouped_by_length,
     plan_updates,
 )
-from mindnlp_dp.runtime.partition import split_evenly
+from mindnlp_dp.runtime.shard_bounds import split_evenly
 
 SIZES = {
     "num_samples": st.integers(1, 200),
@@ -27,14 +27,14 @@ SIZES = {
 def read(sampler, epoch=0, start=0):
     """Return lists of indices by rank, update and micro-step."""
     return [
-        [[micro.tolist() for micro in window] for window in sampler.shard_indices(rank, epoch, start)]
+        [[micro.tolist() for micro in mine] for mine in sampler.shard_indices(rank, epoch, start)]
         for rank in range(sampler.world_size)
     ]
 
 
-def joined(windows):
-    """Return the samples of an update in the order of the data, from the window of each rank."""
-    return [int(i) for micro_step in zip(*windows) for micro in micro_step for i in micro]
+def joined(per_rank):
+    """Return the samples of an update in the order of the data, from the micro-batches of each rank."""
+    return [int(i) for micro_step in zip(*per_rank) for micro in micro_step for i in micro]
 
 
 def test_a_literal_table():
@@ -61,7 +61,7 @@ def test_drop_leaves_the_short_batch_out():
 def test_the_union_is_the_data_set_at_every_world_size(epoch, seed, **sizes):
     sampler = GlobalBatchSampler(seed=seed, **sizes)
     shards = read(sampler, epoch)
-    assert sorted(i for rank in shards for window in rank for micro in window for i in micro) == list(
+    assert sorted(i for rank in shards for mine in rank for micro in mine for i in micro) == list(
         range(sizes["num_samples"])
     )
 
@@ -69,20 +69,20 @@ def test_the_union_is_the_data_set_at_every_world_size(epoch, seed, **sizes):
 @given(**SIZES)
 def test_every_rank_takes_the_same_number_of_steps(**sizes):
     sampler = GlobalBatchSampler(**sizes)
-    shapes = {tuple(len(window) for window in rank) for rank in read(sampler)}
+    shapes = {tuple(len(mine) for mine in rank) for rank in read(sampler)}
     assert len(shapes) == 1
-    (windows,) = shapes
-    assert len(windows) == sampler.num_updates
-    assert all(1 <= steps <= sizes["accumulation_steps"] for steps in windows)
+    (per_rank,) = shapes
+    assert len(per_rank) == sampler.num_updates
+    assert all(1 <= steps <= sizes["accumulation_steps"] for steps in per_rank)
 
 
 @given(**SIZES)
 def test_micro_batches_fit_and_a_short_batch_is_split_evenly(**sizes):
     sampler = GlobalBatchSampler(**sizes)
     for update in zip(*read(sampler)):
-        totals = [sum(len(micro) for micro in window) for window in update]
+        totals = [sum(len(micro) for micro in mine) for mine in update]
         assert max(totals) - min(totals) <= 1
-        assert max(len(micro) for window in update for micro in window) <= sizes["micro_batch_size"]
+        assert max(len(micro) for mine in update for micro in mine) <= sizes["micro_batch_size"]
 
 
 @given(num_samples=st.integers(1, 100), seed=st.integers(0, 5), epoch=st.integers(0, 3))
@@ -92,7 +92,7 @@ def test_the_global_batches_do_not_depend_on_the_number_of_ranks(num_samples, se
     sequences = []
     for micro, world, accumulation in layouts:
         sampler = GlobalBatchSampler(num_samples, micro, world, accumulation, seed=seed)
-        sequences.append([joined(windows) for windows in zip(*read(sampler, epoch))])
+        sequences.append([joined(per_rank) for per_rank in zip(*read(sampler, epoch))])
     assert all(sequence == sequences[0] for sequence in sequences)
 
 
@@ -117,11 +117,11 @@ def test_batches_of_other_sizes_read_the_rest_of_the_same_sequence(num_samples, 
         ranks = [list(sampler.shard_indices(rank, 1, update, offset)) for rank in range(2)]
         # It ends like an epoch that had this size from the beginning.
         assert len(ranks[0]) == sampler.num_updates - update
-        windows = [joined(parts) for parts in zip(*ranks)]
+        per_rank = [joined(parts) for parts in zip(*ranks)]
         last = size == sizes[-1]
-        for window in windows if last else windows[:updates]:
-            assert len(window) == size or (uneven == "keep" and len(read) + len(window) == num_samples)
-            read += window
+        for mine in per_rank if last else per_rank[:updates]:
+            assert len(mine) == size or (uneven == "keep" and len(read) + len(mine) == num_samples)
+            read += mine
     assert read == order[: len(read)].tolist()
     assert num_samples - len(read) < (1 if uneven == "keep" else sizes[-1])
 
@@ -166,10 +166,10 @@ def test_a_global_batch_is_kept_by_any_number_of_ranks(world_size, micro):
     whole = plain.shard_indices(0, epoch=3)
     parts = [list(fixed.shard_indices(rank, epoch=3)) for rank in range(world_size)]
     for update, [expected] in enumerate(whole):
-        windows = [part[update] for part in parts]
-        assert len({len(window) for window in windows}) == 1
-        assert max(len(batch) for window in windows for batch in window) <= micro
-        np.testing.assert_array_equal(joined(windows), expected)
+        per_rank = [part[update] for part in parts]
+        assert len({len(mine) for mine in per_rank}) == 1
+        assert max(len(batch) for mine in per_rank for batch in mine) <= micro
+        np.testing.assert_array_equal(joined(per_rank), expected)
 
 
 @pytest.mark.parametrize(

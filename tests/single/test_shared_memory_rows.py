@@ -9,11 +9,11 @@ import mindspore
 import numpy as np
 import pytest
 
-from mindnlp_dp.communication.transports.mpi import shared_memory
-from mindnlp_dp.communication.transports.mpi.shared_memory import allocate_shared_rows, why_not_shared
+from mindnlp_dp.communication.transports.mpi import host_memory
+from mindnlp_dp.communication.transports.mpi.host_memory import allocate_shared_rows, why_not_shared
 from mindnlp_dp.communication.transports.single import SingleProcessChannel
-from mindnlp_dp.data_parallel.buckets import host
-from mindnlp_dp.data_parallel.buckets.host import HostBucket, refcount_is_reliable
+from mindnlp_dp.data_parallel.buckets import host_bucket
+from mindnlp_dp.data_parallel.buckets.host_bucket import HostBucket, refcount_is_reliable
 from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
 from mindnlp_dp.runtime.arrays import from_host as tensor_from_host
 
@@ -61,9 +61,7 @@ def test_what_only_has_its_number_is_not_taken_for_it(what, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_rank_allocates_its_own_row(rank, monkeypatch):
     allocated = []
-    monkeypatch.setattr(
-        shared_memory.os, "posix_fallocate", lambda fd, start, length: allocated.append((start, length))
-    )
+    monkeypatch.setattr(host_memory.os, "posix_fallocate", lambda fd, start, length: allocated.append((start, length)))
     made = os.memfd_create("rows")
     os.ftruncate(made, 2 * 4096)
     os.pwrite(made, b"n" * 16, 2 * 4096)
@@ -77,7 +75,7 @@ def test_no_room_is_no_memory(monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
+    monkeypatch.setattr(host_memory.os, "posix_fallocate", full)
     assert allocate_shared_rows(Host(0), 4096) is None
 
 
@@ -133,9 +131,9 @@ def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):
     def shares(first, second):
         return True
 
-    monkeypatch.setattr(host.np, "shares_memory", shares)
+    monkeypatch.setattr(host_bucket.np, "shares_memory", shares)
     assert not refcount_is_reliable(from_host)
-    monkeypatch.setattr(host, "refcount_is_reliable", lambda from_host: False)
+    monkeypatch.setattr(host_bucket, "refcount_is_reliable", lambda from_host: False)
     one = bucket()
     first = result_of(one, 1.0)
     memory = one._results[0][-1]

@@ -22,8 +22,8 @@ import yaml
 
 from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.planner.cost_model.stage_costs import StageCosts, StageParallelism
-from mindnlp_dp.planner.profiles.cluster import Cluster, Link
-from mindnlp_dp.planner.profiles.models import load_model
+from mindnlp_dp.planner.profiles.cluster_profile import Cluster, Link
+from mindnlp_dp.planner.profiles.model_profiles import load_model
 from mindnlp_dp.runtime.atomic_write import atomic_write
 
 # Terms of the fit, in the order of the formula above.

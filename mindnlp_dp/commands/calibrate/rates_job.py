@@ -51,8 +51,8 @@ def main() -> None:
     steps = []
     for name, shape in SHAPES.items():
         for num_micro_batches in (1, 3):
-            step, window = _step(shape, num_micro_batches, alone)
-            seconds = _median(group, lambda s=step, w=window: s(w), args.repeats)  # type: ignore[misc]
+            step, micro_batches = _step(shape, num_micro_batches, alone)
+            seconds = _median(group, lambda s=step, w=micro_batches: s(w), args.repeats)  # type: ignore[misc]
             steps.append({"name": name, "micro_batches": num_micro_batches, "seconds": seconds})
     links = [] if group.world_size == 1 else _all_reduces(group, args.repeats)
     if group.is_main:

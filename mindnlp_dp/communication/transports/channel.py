@@ -19,7 +19,7 @@ from mindnlp_dp.communication.transports.polling_wait import PollingWait
 
 
 class Channel(abc.ABC):
-    """Exchanges gradients between all ranks of a group; gradient windows and updaters use it.
+    """Exchanges gradients between all ranks of a group; synchronizers and updaters use it.
 
     Attributes:
         world_size: number of ranks.
@@ -78,9 +78,9 @@ class Channel(abc.ABC):
         if self.abandoned or self.is_superseded:
             reason = f" ({self.abandoned})" if self.abandoned else ""
             raise RuntimeError(
-                f"rank {rank} left the exchange of a window half way{reason}. If all ranks did, call train() again, or "
-                "make a new synchroniser or train step, on all of them (on a device, start new processes); if not, the "
-                "others wait for this one: end the job"
+                f"rank {rank} left the exchange of an update half way{reason}. If all ranks did, call train() again, "
+                "or make a new synchronizer or train step, on all of them (on a device, start new processes); if not, "
+                "the others wait for this one: end the job"
             )
 
 

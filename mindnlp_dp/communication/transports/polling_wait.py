@@ -23,20 +23,20 @@ class AbandonedError(RuntimeError):
 class PollingWait:
     """Waits for MPI without occupying the core on which another thread of this process computes.
 
-    MPI's own waits spin. This class polls and sleeps; :meth:`give_up` ends the wait from another thread.
+    MPI's own waits spin. This class polls and sleeps; :meth:`abandon` ends the wait from another thread.
     """
 
     def __init__(self) -> None:
         self._gave_up = threading.Event()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         self._gave_up.set()
 
     def wait(self, requests: Sequence[Any], *buffers: Any) -> None:
         """Return when all ``requests`` are done. ``buffers`` are the memory that MPI reads and writes for them.
 
         Raises:
-            AbandonedError: :meth:`give_up` was called.
+            AbandonedError: :meth:`abandon` was called.
         """
         nap = _SHORTEST_NAP
         while not all(request.Test() for request in requests):

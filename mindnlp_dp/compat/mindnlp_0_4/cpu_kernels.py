@@ -6,13 +6,13 @@ import types
 from collections.abc import Iterator
 from typing import Any, Optional
 
-from mindnlp_dp.compat.cpu_kernels import kernels
 from mindnlp_dp.compat.import_hook import around
+from mindnlp_dp.compat.shared_cpu_kernels import kernels
 from mindnlp_dp.kernels.dispatch import are_on, supports
 from mindnlp_dp.runtime.override import override
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+ on CPU. Cause: as in mindnlp_dp/compat/cpu_kernels.py.
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+ on CPU. Cause: as in mindnlp_dp/compat/shared_cpu_kernels.py.
 # Remove when: MindSpore's kernels of these functions are as fast.
 @around("mindnlp.core.nn.functional")
 def _layers(module: types.ModuleType) -> Iterator[None]:

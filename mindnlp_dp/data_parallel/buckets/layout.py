@@ -67,9 +67,9 @@ class BucketLayout:
         >>> BucketLayout("float32", (Slot(1, 0, (10000,)), Slot(0, 10048, (30,)))).slice_bounds(2)
         (0, 8192, 10112)
         """
-        cuts = [slot.offset + block for slot in self.slots for block in range(0, max(slot.numel, 1), BLOCK_NUMEL)]
-        cuts.append(self.numel)
-        bounds = [_nearest(cuts, self.numel * number / num_slices) for number in range(num_slices)]
+        boundaries = [slot.offset + block for slot in self.slots for block in range(0, max(slot.numel, 1), BLOCK_NUMEL)]
+        boundaries.append(self.numel)
+        bounds = [_nearest(boundaries, self.numel * number / num_slices) for number in range(num_slices)]
         return (0, *bounds[1:], self.numel)
 
 
@@ -78,9 +78,9 @@ def aligned(numel: int) -> int:
     return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
 
 
-def _nearest(cuts: Sequence[int], wanted: float) -> int:
-    after = min(bisect.bisect_left(cuts, wanted), len(cuts) - 1)
-    return min(cuts[max(after - 1, 0)], cuts[after], key=lambda cut: abs(cut - wanted))
+def _nearest(boundaries: Sequence[int], wanted: float) -> int:
+    after = min(bisect.bisect_left(boundaries, wanted), len(boundaries) - 1)
+    return min(boundaries[max(after - 1, 0)], boundaries[after], key=lambda boundary: abs(boundary - wanted))
 
 
 def first_order(num_parameters: int) -> list[int]:

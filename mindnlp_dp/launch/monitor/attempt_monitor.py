@@ -1,8 +1,8 @@
 """Monitor one attempt of a job: show its output, and find out why it ended.
 
-:mod:`mindnlp_dp.launch.job` creates a :class:`AttemptMonitor` for each attempt. It polls the reports of the hosts until
-all ranks have exited or the attempt is to be ended: a rank has failed, the job hangs, a host is lost, or a checkpoint
-was written so that the job can restart with more ranks.
+launch_job.py creates an :class:`AttemptMonitor` for each attempt. It polls the reports of the hosts until all ranks
+have exited or the attempt is to be ended: a rank has failed, the job hangs, a host is lost, or a checkpoint was written
+so that the job can restart with more ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AttemptResult:
 
 
 class AttemptMonitor:
-    """Monitors one attempt until it is over or is to be ended; used by :class:`~mindnlp_dp.launch.job.Job`."""
+    """Monitors one attempt until it is over or is to be ended; used by :class:`~mindnlp_dp.launch.launch_job.Job`."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class AttemptMonitor:
         now = time.monotonic()
         if not snapshot.has_failed and now - self._looked >= _LOOK_SECONDS:
             self._looked = now
-            self._look_closer(now)
+            self._inspect(now)
         self._console.show()
         # Before the first update there is nothing to save.
         may_end = self._has_saved or snapshot.update == 0
@@ -168,7 +168,7 @@ class AttemptMonitor:
             if passed >= (_CAUSE_SECONDS if self._snapshot.has_only_secondary_failures else 2 * POLL_SECONDS):
                 break
 
-    def _look_closer(self, now: float) -> None:
+    def _inspect(self, now: float) -> None:
         """Do the more expensive work: report what the job does, check for hangs, and ask for a checkpoint."""
         snapshot, done = self._snapshot, sorted(self._done())
         self._status_file.write(self._log_dir, snapshot)
@@ -186,8 +186,8 @@ class AttemptMonitor:
                 snapshot.ranks, done, self._stacks(), snapshot.stopped,
                 log_dir=self._log_dir, timeout=self._options.hang_timeout,
             )  # fmt: skip
-        may_ask = snapshot.update > 0 and not self._has_asked
-        if may_ask and (self._is_to_end or self._membership.could_grow(len(snapshot.ranks))):
+        can_ask = snapshot.update > 0 and not self._has_asked
+        if can_ask and (self._is_to_end or self._membership.could_grow(len(snapshot.ranks))):
             self._has_asked = True
             self._membership.local.ask_for_checkpoint(1)
 
@@ -198,13 +198,13 @@ class AttemptMonitor:
 
     def _has_ended(self, now: float) -> bool:
         """Return whether no process of the attempt has to be waited for."""
-        snapshot, silent = self._snapshot, self._snapshot.gone_silently
+        snapshot, silent = self._snapshot, self._snapshot.exited_silently
         if self._seconds("some are silent", bool(silent), now) > _PARENT_SECONDS:
             # mpirun does not know how it ended, or has not said so.
             self._failure = Failure(silent[0], 1, "was killed, or left past the end of the script,")
             return True
-        are_gone = len(snapshot.gone) == len(snapshot.ranks)
-        if self._seconds("all are gone", are_gone, now) > _LEAVE_SECONDS or self._is_late(now):
+        have_exited = len(snapshot.gone) == len(snapshot.ranks)
+        if self._seconds("all are gone", have_exited, now) > _LEAVE_SECONDS or self._is_late(now):
             return True
         passed = self._seconds("processes are over", snapshot.are_processes_over, now)
         # Records of ranks on other hosts may still be on their way.

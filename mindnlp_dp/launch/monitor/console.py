@@ -109,8 +109,8 @@ class _Log:
             return text
         lines = (self._rest + text).splitlines(keepends=True)
         # A line that is so long is shown in pieces.
-        is_whole = lines[-1].endswith(b"\n") or len(lines[-1]) >= _MOST_BYTES
-        self._rest = b"" if is_whole else lines.pop()
+        is_complete = lines[-1].endswith(b"\n") or len(lines[-1]) >= _MOST_BYTES
+        self._rest = b"" if is_complete else lines.pop()
         return b"".join(self._prefix + (line if line.endswith(b"\n") else line + b"\n") for line in lines)
 
     def end(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Decide whether a job is restarted after a failed attempt; :mod:`mindnlp_dp.launch.job` asks it."""
+"""Decide whether a job is restarted after a failed attempt; :mod:`mindnlp_dp.launch.launch_job` asks it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_IN_A_ROW = 3
 
 
 class RestartPolicy:
-    """The restart policy of one job; used by :class:`~mindnlp_dp.launch.job.Job`.
+    """The restart policy of one job; used by :class:`~mindnlp_dp.launch.launch_job.Job`.
 
     Attributes:
         count: number of restarts so far.

@@ -71,7 +71,7 @@ class JobSnapshot:
         return {p.rank: p.returncode for p in self.exited if p.rank is not None and not self._is_final(p.rank)}
 
     @property
-    def gone_silently(self) -> list[int]:
+    def exited_silently(self) -> list[int]:
         """Return the ranks that are gone without a recorded end, or whose threads were still running then."""
         return [rank for rank in sorted(self.gone) if not self._is_final(rank)]
 

@@ -44,7 +44,7 @@ class StatusFile:
         now, ranks = time.monotonic(), []
         for number, rank in enumerate(snapshot.ranks):
             entry: dict[str, Any] = {"rank": number, "pid": rank.pid or None, "update": rank.update}
-            entry["state"] = _state(rank, is_gone=number in snapshot.gone)
+            entry["state"] = _state(rank, has_exited=number in snapshot.gone)
             entry["loss"] = rank.loss if math.isfinite(rank.loss) else None
             if entry["state"] == "waits":
                 entry["waits_in"], entry["waits_since"] = rank.blocked_in, round(now - rank.since, 3)
@@ -98,12 +98,12 @@ def read_status(log_dir: Path) -> dict[str, Any]:
     return status
 
 
-def _state(rank: RankHeartbeat, *, is_gone: bool) -> str:
+def _state(rank: RankHeartbeat, *, has_exited: bool) -> str:
     if rank.exit_code is not None:
         return "done" if rank.exit_code == 0 else f"failed with exit code {rank.exit_code}"
     if not rank.pid:
         return "not begun"
-    if is_gone:
+    if has_exited:
         return "gone"
     return "waits" if rank.blocked_in else "works"
 

@@ -1,6 +1,6 @@
 """Count the processes that the kernel has killed for lack of memory, so that a rank's SIGKILL can be explained.
 
-:class:`~mindnlp_dp.launch.processes.host.LocalHost` creates an :class:`OomKills` for each attempt.
+:class:`~mindnlp_dp.launch.processes.local_host.LocalHost` creates an :class:`OomKills` for each attempt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Start the processes of a job on this host, by mpirun or as MindSpore's cluster, and end them.
 
-:class:`~mindnlp_dp.launch.processes.host.LocalHost` calls it, and monitors the processes.
+:class:`~mindnlp_dp.launch.processes.local_host.LocalHost` calls it, and monitors the processes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, Optional
 from mindnlp_dp.launch.errors import LaunchError, LeaderLostError, TemporaryError
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
-from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.launch.processes.local_host import LocalHost
 from mindnlp_dp.launch.rendezvous.protocol import AuthenticationError, Connection
 from mindnlp_dp.launch.rendezvous.server import Rendezvous
 from mindnlp_dp.launch.termination import Termination
@@ -57,7 +57,7 @@ def connect(rendezvous: Rendezvous, seconds: float) -> Connection:
         except (EOFError, AuthenticationError):
             # The endpoint hangs up if our token is wrong, or, before it asks for the token, if it has too many callers.
             why = "it does not know our token: the same has to be set on every host"
-            if not connection.was_asked:
+            if not connection.got_challenge:
                 why = "it hung up before it asked for our token: too many call it, or it has ended"
             connection.close()
         except (OSError, UnicodeError) as error:

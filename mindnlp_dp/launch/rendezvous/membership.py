@@ -1,6 +1,6 @@
 """Decide how many hosts and ranks a job has in each attempt.
 
-:mod:`mindnlp_dp.launch.job` asks it for the hosts of the next attempt, the ranks on each, and whether a running job
+launch_job.py asks it for the hosts of the next attempt, the ranks on each, and whether a running job
 could grow. This depends on ``--nnodes`` and ``--nproc``, on hosts that join and leave, and on lost ranks.
 """
 
@@ -14,7 +14,7 @@ from typing import Optional, Union
 
 from mindnlp_dp.launch.errors import TemporaryError
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
-from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.launch.processes.local_host import LocalHost
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 from mindnlp_dp.launch.rendezvous.server import RendezvousServer
 

@@ -82,9 +82,9 @@ class Connection:
         self._token, self._is_server = token, is_server
         self._mine, self._theirs = secrets.token_hex(_NONCE_BYTES).encode(), b""
         self._in, self._out = b"", self._mine + b"\n" if is_server else b""
-        self._says_no_more = False
+        self._is_finished = False
         self._broken: Optional[Exception] = None
-        self.is_ready = self.was_asked = False
+        self.is_ready = self.got_challenge = False
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message as soon as possible."""
@@ -97,7 +97,7 @@ class Connection:
         Closing a socket that holds unread data would reset the connection, and the other end might lose what it has
         not read yet.
         """
-        self._says_no_more = True
+        self._is_finished = True
         self.send(message)
 
     def flush(self) -> None:
@@ -108,7 +108,7 @@ class Connection:
             except BlockingIOError:
                 return
             self._out = self._out[sent:]
-        if self._says_no_more:
+        if self._is_finished:
             self.socket.shutdown(socket.SHUT_WR)
 
     def receive(self) -> list[Any]:
@@ -153,8 +153,8 @@ class Connection:
             self._theirs, _, proof = line.partition(b" ")
             self._check(proof, b"client")
             self._out += self._proof(b"server") + b"\n"
-        elif not self.was_asked:
-            self._theirs, self.was_asked = line, True
+        elif not self.got_challenge:
+            self._theirs, self.got_challenge = line, True
             self._out += self._mine + b" " + self._proof(b"client") + b"\n"
         else:
             self._check(line, b"server")

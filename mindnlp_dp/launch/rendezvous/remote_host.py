@@ -1,7 +1,7 @@
 """A proxy, in the first host's launcher, for another host that has joined the job.
 
 :class:`~mindnlp_dp.launch.rendezvous.server.RendezvousServer` creates it. It has the methods of
-:class:`~mindnlp_dp.launch.processes.host.LocalHost`; the other host's launcher
+:class:`~mindnlp_dp.launch.processes.local_host.LocalHost`; the other host's launcher
 (:mod:`mindnlp_dp.launch.rendezvous.client`) carries them out.
 """
 
@@ -22,7 +22,7 @@ _ANSWER_SECONDS = 3.0
 
 
 class RemoteHost:
-    """A host that has joined, used like a :class:`~mindnlp_dp.launch.processes.host.LocalHost`.
+    """A host that has joined, used like a :class:`~mindnlp_dp.launch.processes.local_host.LocalHost`.
 
     Args:
         connection: connection to the host's launcher.

@@ -85,8 +85,8 @@ class ParameterwiseZeroUpdater(MindNLPUpdater):
             own = mine["state"].get(number)
             if sharded:
                 own = own and {name: as_sharded(value) for name, value in own.items()}
-                told = own and {name: without_pieces(value) for name, value in own.items()}
-                theirs = self._group.broadcast_object(told, src=owner)
+                outline = own and {name: without_pieces(value) for name, value in own.items()}
+                theirs = self._group.broadcast_object(outline, src=owner)
                 if theirs is not None:
                     state[number] = own if self._group.rank == owner else theirs
                 continue
@@ -101,7 +101,7 @@ class ParameterwiseZeroUpdater(MindNLPUpdater):
         mine = {}
         for number, state in saved["state"].items():
             # Every rank must take part in the fetch, which is a collective; only the owner keeps the state.
-            whole = materialize(state)
+            full = materialize(state)
             if self._owners.get(id(everything[int(number)])) in (self._group.rank, None):
-                mine[number] = whole
+                mine[number] = full
         self.optimizer.load_state_dict({"state": mine, "param_groups": saved["param_groups"]})

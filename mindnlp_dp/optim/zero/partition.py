@@ -14,7 +14,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import Channel
-from mindnlp_dp.data_parallel.buckets.base import Bucket
+from mindnlp_dp.data_parallel.buckets.bucket import Bucket
 from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL, ParameterSlice, aligned
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.fused.flat_weights import FlatWeights
@@ -82,8 +82,8 @@ class Partition:
             ]
             for number, ranges in enumerate(own)
         ]
-        whole = [[(first, array) for first, array in bucket.sums() if len(array)] for bucket in self.buckets]
-        self._ranges = {None: whole, "host": self._of_host(), "world": own}[shard_scope]
+        full = [[(first, array) for first, array in bucket.sums() if len(array)] for bucket in self.buckets]
+        self._ranges = {None: full, "host": self._of_host(), "world": own}[shard_scope]
         self.updated: list[ParameterSlice] = []
         self.state_numel = 0
         for number, ranges in enumerate(self._ranges):
@@ -100,18 +100,18 @@ class Partition:
             for bucket, bounds in zip(self.buckets, self._bounds)
         ]
 
-    def sums_view(self, look: Callable[[int, int, np.ndarray], None]) -> None:
-        """Call ``look`` with parameter index, start and gradient for every piece of this rank's slices.
+    def sums_view(self, function: Callable[[int, int, np.ndarray], None]) -> None:
+        """Call ``function`` with parameter index, start and gradient for every piece of this rank's slices.
 
         It is called on the exchanging thread whenever the sum of a bucket is complete.
         """
 
-        def tell(own: Sequence[tuple[ParameterSlice, np.ndarray]]) -> None:
+        def report(own: Sequence[tuple[ParameterSlice, np.ndarray]]) -> None:
             for piece, gradient in own:
-                look(piece.index, piece.start, gradient)
+                function(piece.index, piece.start, gradient)
 
         for bucket, own in zip(self.buckets, self._own):
-            bucket.on_sum = functools.partial(tell, own)
+            bucket.on_sum = functools.partial(report, own)
 
     def read_sums(self) -> None:
         """Run the callbacks for sums that were complete before :meth:`sums_view` was called."""

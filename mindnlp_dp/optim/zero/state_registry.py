@@ -26,16 +26,16 @@ def gather_array(
 ) -> np.ndarray:
     """Gather a flat array from all ranks' pieces of it. A collective of ``group``."""
     kind = np.dtype(f"u{np.dtype(dtype).itemsize}")
-    whole = np.zeros(numel, kind)
+    full = np.zeros(numel, kind)
     for piece, array in parts:
-        whole[piece.start : piece.stop] = array.astype(dtype, copy=False).view(kind)
+        full[piece.start : piece.stop] = array.astype(dtype, copy=False).view(kind)
     for start in range(0, numel, MESSAGE_NUMEL):
         # The other ranks have 0, so the maximum of the bits as unsigned integers is the value of the rank that has the
         # element, even if it is a negative zero.
-        message = whole[start : start + MESSAGE_NUMEL]
+        message = full[start : start + MESSAGE_NUMEL]
         # HCCL and NCCL have no unsigned types.
         message[:] = group.all_reduce(message.astype(np.int64) if group.on_device else message, op="max")
-    return whole.view(dtype)
+    return full.view(dtype)
 
 
 class StateShards:
@@ -44,7 +44,7 @@ class StateShards:
     Args:
         names: The names of the arrays that each parameter has.
         pieces: The pieces that this rank updates, with their offsets in the arrays, which have ``numel`` elements.
-        is_whole: Whether every rank has all of the state.
+        is_full: Whether every rank has all of the state.
 
     Attributes:
         arrays: The arrays by name, such as "exp_avg".
@@ -59,7 +59,7 @@ class StateShards:
         numel: int,
         group: ProcessGroup,
         *,
-        is_whole: bool,
+        is_full: bool,
     ) -> None:
         self.names = names
         self._numel = numel
@@ -67,7 +67,7 @@ class StateShards:
         self.steps = [0] * len(shapes)
         self.shapes = shapes
         self._group = group
-        self._is_whole = is_whole
+        self._is_full = is_full
         self._pieces: dict[int, list[ParameterSlice]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.index, []).append(piece)
@@ -80,20 +80,20 @@ class StateShards:
 
     @property
     def has_sharded_moments(self) -> bool:
-        return not self._is_whole and bool(self.arrays) and any(self.steps)
+        return not self._is_full and bool(self.arrays) and any(self.steps)
 
-    def put(self, index: int, name: str, whole: np.ndarray) -> None:
+    def put(self, index: int, name: str, full: np.ndarray) -> None:
         """Store this rank's pieces of a parameter's full state."""
-        flat = whole.reshape(-1)
+        flat = full.reshape(-1)
         for piece in self._pieces.get(index, ()):
             self.arrays[name][piece.flat] = flat[piece.start : piece.stop]
 
-    def whole(self, index: int, name: str) -> np.ndarray:
+    def full(self, index: int, name: str) -> np.ndarray:
         """Return a parameter's full state, in its shape. A collective of all ranks if they have pieces of it.
 
         If this rank has all of it, the array is a view: the next update changes it.
         """
-        if self._is_whole:
+        if self._is_full:
             return self._flat(index, name).reshape(self.shapes[index])
         numel = math.prod(self.shapes[index])
         return gather_array(self._parts(index, name), numel, np.float32, self._group).reshape(self.shapes[index])
@@ -182,7 +182,7 @@ class OptimizerStateRegistry:
         self._loaded.clear()
         self.adopt(states)
 
-    def give_back(self, optimizer: Any, parameters: Sequence[Any], step_of: Callable[[int], Any]) -> None:
+    def return_state(self, optimizer: Any, parameters: Sequence[Any], step_of: Callable[[int], Any]) -> None:
         """Put the full state of these parameters into the optimizer's own ``state``, for its own code. A collective.
 
         ``step_of`` makes a number of updates what the optimizer's code takes.
@@ -191,7 +191,7 @@ class OptimizerStateRegistry:
             entry = dict(self._loaded.pop(id(parameter), {}))
             shards, index = self._owners.pop(id(parameter), (None, 0))
             if shards is not None and shards.steps[index]:
-                entry = {name: from_host(shards.whole(index, name).copy(), "float32") for name in shards.names[index]}
+                entry = {name: from_host(shards.full(index, name).copy(), "float32") for name in shards.names[index]}
                 entry["step"] = step_of(shards.steps[index])
             if entry:
                 optimizer.state[parameter].update(entry)
@@ -219,7 +219,7 @@ class OptimizerStateRegistry:
         for name in shards.arrays:
             for index, (old, place) in taken.items():
                 if old.steps[place] and name in old.names[place] and name in shards.names[index]:
-                    shards.put(index, name, old.whole(place, name))
+                    shards.put(index, name, old.full(place, name))
             # Old arrays are freed one by one, so that at most one array exists twice.
             for old in idle.values():
                 old.forget(name)

@@ -23,7 +23,7 @@ class MicroBatch:
         batch: the columns, which all stages read.
         forward: function that computes the mean loss of a batch with the model; on all stages but the last, the model
             ends it early by raising ``StageOutput``.
-        weight_of: function from a batch to the weight of its loss.
+        loss_weight_of: function from a batch to the weight of its loss.
         seed: seed of the randomness inside the model, on this rank.
         key: key of the samples' random streams (:class:`~mindnlp_dp.runtime.random_state.SampleStreams`); None if each
             rank draws its own dropout masks.
@@ -31,7 +31,7 @@ class MicroBatch:
         masks: what dropout masks were drawn for, in all updates of the run.
 
     Attributes:
-        weight: weight of the loss.
+        loss_weight: the weight of the loss.
         num_rows: number of samples.
     """
 
@@ -39,27 +39,32 @@ class MicroBatch:
         self,
         batch: Any,
         forward: Callable[[Any], Any],
-        weight_of: Callable[[Any], float],
+        loss_weight_of: Callable[[Any], float],
         *,
         seed: int,
         key: Optional[int] = None,
         indices: Optional[np.ndarray] = None,
         masks: Optional[MaskRecord] = None,
     ) -> None:
-        self.batch, self.forward, self.weight_of, self.masks = batch, forward, weight_of, masks or MaskRecord()
+        self.batch, self.forward, self.loss_weight_of, self.masks = (
+            batch,
+            forward,
+            loss_weight_of,
+            masks or MaskRecord(),
+        )
         self.seed, self.key, self.indices = seed, key, indices
-        self.weight, self.num_rows = weight_of(batch), num_rows_of(batch)
+        self.loss_weight, self.num_rows = loss_weight_of(batch), num_rows_of(batch)
 
 
 class MicroBatchShard:
     """This rank's share of a micro-batch.
 
-    The loss of the micro-batch is the mean of the shares' losses. It is weighted by ``weight_of`` if these weights add
-    up to the weight of the micro-batch, otherwise by rows.
+    The loss of the micro-batch is the mean of the shares' losses. It is weighted by ``loss_weight_of`` if these weights
+    add up to the weight of the micro-batch, otherwise by rows.
 
     Attributes:
         micro: the micro-batch.
-        number: number of the micro-batch in the window.
+        number: number of the micro-batch in the update.
         batch: this rank's rows: all rows if its stage does not split them, None if this rank has no rows.
         part: fraction of the micro-batch's loss that comes from these rows.
         streams: the random streams of these rows; None if each rank draws its own dropout masks.
@@ -71,8 +76,8 @@ class MicroBatchShard:
         self.batch, self.part, self.first_call = micro.batch, 1.0, 0
         if len(rows_of_each) > 1:
             parts = [rows_of(micro.batch, *rows) if rows[0] < rows[1] else None for rows in rows_of_each]
-            weights = [0.0 if part is None else float(micro.weight_of(part)) for part in parts]
-            if not math.isclose(sum(weights), micro.weight, rel_tol=1e-6):
+            weights = [0.0 if part is None else float(micro.loss_weight_of(part)) for part in parts]
+            if not math.isclose(sum(weights), micro.loss_weight, rel_tol=1e-6):
                 # These weights only compare micro-batches; within the micro-batch, every row counts the same.
                 weights = [float(end - begin) for begin, end in rows_of_each]
             self.batch, self.part = parts[place], weights[place] / (sum(weights) or 1.0)

@@ -2,7 +2,7 @@
 
 The trainers and custom loops call :meth:`Pipeline.run` on every rank with its stage (stages.py). It yields the loss of
 each micro-batch, on every stage, and the gradients of this stage's parameters, in the order in which the backward
-passes end (schedules/pipeline.py). MindSpore's autograd keeps the graph of every micro-batch in flight.
+passes end (pipeline_schedules/schedules.py). MindSpore's autograd keeps the graph of every micro-batch in flight.
 
 If N ranks split the samples of a micro-batch, each multiplies the gradients of its rows by N and uses 1/N of the
 weight, so that the gradient exchange, which is a weighted mean, sums them.
@@ -22,16 +22,16 @@ from mindnlp.core.nn import Parameter
 from mindspore import _c_expression
 
 from mindnlp_dp.communication.p2p import ACTIVATIONS, GRADIENTS
-from mindnlp_dp.data_parallel.accumulation import MicroStep
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, MicroBatchShard
-from mindnlp_dp.parallel.pipeline_parallel.p2p import StageP2P, to_arrays, to_tensors
+from mindnlp_dp.parallel.pipeline_parallel.stage_messages import StageP2P, to_arrays, to_tensors
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, StageOutput
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedGradients, TiedParameter
+from mindnlp_dp.pipeline_schedules.schedules import FORWARD, Action, actions, check_schedule, link_order
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, number_of
 from mindnlp_dp.runtime.autograd import as_leaf_parameters
 from mindnlp_dp.runtime.random_state import num_calls, seeded
-from mindnlp_dp.schedules.pipeline import FORWARD, Action, actions, check_schedule, link_order
 
 Span = Callable[..., Any]
 
@@ -53,7 +53,7 @@ class Pipeline:
 
     Attributes:
         schedule: "1f1b", "gpipe" or "eager-1f1b".
-        most_in_flight: maximum number of micro-batches between forward and backward pass, in the last window.
+        most_in_flight: maximum number of micro-batches between forward and backward pass, in the last update.
         messages: point-to-point messages with the previous and the next stage.
         ties: tied parameters that this stage shares with other stages.
     """
@@ -113,7 +113,7 @@ class Pipeline:
         messages.p2p.wait()
         return outputs
 
-    # A window.
+    # An update.
 
     def run(
         self, batches: Sequence[MicroBatch], parameters: Sequence[Any], span: Span = no_span
@@ -121,7 +121,7 @@ class Pipeline:
         """Run the micro-batches of an update through the pipeline; all stages of a row pass the same number of them.
 
         The gradients are in the order of ``parameters``. Gradients of tied parameters are summed over the stages and
-        the window, and come with the last micro-step.
+        the update, and come with the last micro-step.
         """
         from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
@@ -141,19 +141,20 @@ class Pipeline:
                 batch, share = batches[number], shares[number]
                 details = {"micro_step": number, "stage": self.stage}
                 with span("wait", **details):
-                    came = self._receive(kind, number, batch.num_rows)
+                    received_with_loss = self._receive(kind, number, batch.num_rows)
                 with span(kind, **details):
                     if kind == FORWARD:
-                        graphs[number] = self._run_forward(share, came)
+                        graphs[number] = self._run_forward(share, received_with_loss)
                         self.most_in_flight = max(self.most_in_flight, len(graphs))
                         order.popleft()
                         continue
                     received, output = graphs.pop(number)
-                    loss = self._loss(share, output, came)
-                    gradients = self._run_backward(share, (received, output), (came[0], loss), parameters)
+                    loss = self._loss(share, output, received_with_loss)
+                    gradients = self._run_backward(share, (received, output), (received_with_loss[0], loss), parameters)
                     order.popleft()
                     result = functools.partial(
-                        MicroStep, weight=batch.weight, indices=batch.indices, loss_replication=loss_replication,
+                        MicroStep, loss_weight=batch.loss_weight, indices=batch.indices,
+                        loss_replication=loss_replication,
                     )  # fmt: skip
                     # Yield within the span: accumulating the gradients counts as part of the backward pass.
                     if not np.isfinite(loss):
@@ -161,11 +162,11 @@ class Pipeline:
                         continue
                     if kept is not None:
                         yield kept
-                    mine = ties.take(gradients, batch.weight / loss_replication)
+                    mine = ties.take(gradients, batch.loss_weight / loss_replication)
                     kept = result(loss, mine)
             pynative_executor.set_grad_flag(False)
             if kept is not None and kept.gradients is not None:
-                yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.weight))
+                yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.loss_weight))
             self.messages.p2p.wait()
         except BaseException as error:
             # Where messages are matched in order, an abort would be taken for another message: this rank must end, and
@@ -182,7 +183,7 @@ class Pipeline:
     def _check_usable(self) -> None:
         if self._broken_by:
             raise RuntimeError(
-                f"the pipeline of rank {self.mesh.world.label()} cannot continue after an error in a window "
+                f"the pipeline of rank {self.mesh.world.label()} cannot continue after an error in an update "
                 f"({self._broken_by}): messages between its stages are lost; end the job, and resume from a checkpoint"
             )
 
@@ -207,7 +208,7 @@ class Pipeline:
         # Take part in the remaining all-reduces of losses, in the order of the backward passes, and report a failure.
         backward = [number for kind, number in self._actions(len(batches)) if kind != FORWARD]
         for number in backward[self._num_losses :] if waits else ():
-            if self._tells_losses(batches[number]):
+            if self._reports_losses(batches[number]):
                 self._sharers.all_reduce(np.array([0.0, 1.0]), every_step=True)
 
     def _receive(self, kind: str, number: int, num_rows: int) -> tuple[Any, float]:
@@ -218,9 +219,9 @@ class Pipeline:
             stage, direction, is_end = self.stage + 1, GRADIENTS, self._is_last
         return (None, 0.0) if is_end else self.messages.receive(stage, number, direction, num_rows=num_rows)
 
-    def _run_forward(self, share: MicroBatchShard, came: tuple[Any, float]) -> tuple[Any, Any]:
+    def _run_forward(self, share: MicroBatchShard, received_with_loss: tuple[Any, float]) -> tuple[Any, Any]:
         """Run a forward pass; return what the stage received and its output (None without rows to compute)."""
-        received, note = came
+        received, note = received_with_loss
         # The stages number their dropout calls one after another, as the whole model does.
         share.first_call = int(note)
         output = None
@@ -256,18 +257,18 @@ class Pipeline:
             pynative_executor.set_grad_flag(False)
         return received, output
 
-    def _tells_losses(self, batch: MicroBatch) -> bool:
+    def _reports_losses(self, batch: MicroBatch) -> bool:
         """Return whether the ranks of this stage must sum their parts of the loss, or some do not receive it."""
         loss_replication = self._sharers.world_size
         return loss_replication > 1 and (self._is_last or batch.num_rows < loss_replication)
 
-    def _loss(self, share: MicroBatchShard, output: Any, came: tuple[Any, float]) -> float:
+    def _loss(self, share: MicroBatchShard, output: Any, received_with_loss: tuple[Any, float]) -> float:
         """Return the loss of the full micro-batch. A collective of the ranks that split it, if they need it."""
-        mine = came[1]
+        mine = received_with_loss[1]
         if self._is_last:
             mine = 0.0 if output is None else share.part * number_of(output)
         self._num_losses += 1
-        if not self._tells_losses(share.micro):
+        if not self._reports_losses(share.micro):
             return mine
         if not self._is_last and self._sharers.rank:
             # The received loss is the full loss already: count it once, on the first rank, which always has rows.
@@ -281,9 +282,13 @@ class Pipeline:
         return float(loss)
 
     def _run_backward(
-        self, share: MicroBatchShard, graph: tuple[Any, Any], came: tuple[Any, float], parameters: Sequence[Any]
+        self,
+        share: MicroBatchShard,
+        graph: tuple[Any, Any],
+        received_with_loss: tuple[Any, float],
+        parameters: Sequence[Any],
     ) -> list[Optional[Any]]:
-        (received, output), (incoming, loss) = graph, came
+        (received, output), (incoming, loss) = graph, received_with_loss
         gradients: list[Optional[Any]] = [None] * len(parameters)
         down = None
         if output is not None:

@@ -18,7 +18,7 @@ from mindnlp_dp.parallel.model_edits import Edit, ModelIndex, PPMissingLayer
 from mindnlp_dp.parallel.parallel_plan import PipelinePlan
 from mindnlp_dp.parallel.placement import Placements
 from mindnlp_dp.runtime.named_weights import all_names
-from mindnlp_dp.runtime.partition import stage_bounds
+from mindnlp_dp.runtime.shard_bounds import stage_bounds
 
 
 class StageOutput(Exception):  # noqa: N818

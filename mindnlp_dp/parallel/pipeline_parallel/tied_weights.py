@@ -1,6 +1,6 @@
 """Keeps tied weights equal on several pipeline stages, such as a word embedding that is also the output layer.
 
-The pipeline sums their gradients over the window and then over the stages. If the stages differ in the number of ranks
+The pipeline sums their gradients over the update and then over the stages. If the stages differ in the number of ranks
 that exchange gradients, the sums are rounded differently; then the first stage's weights are copied to the other stages
 after every update.
 """
@@ -39,45 +39,45 @@ class TiedParameter:
         placement, mesh = self.placement, self.placements.mesh
         if placement is None:
             return self.group.all_reduce(mine)
-        whole = np.zeros(placement.shape, mine.dtype)
-        if placement.cut is not None:
-            placement.cut.put(mine, whole, mesh.index("tp"), mesh.sizes["tp"])
+        full = np.zeros(placement.shape, mine.dtype)
+        if placement.shard is not None:
+            placement.shard.put(mine, full, mesh.index("tp"), mesh.sizes["tp"])
         elif mesh.index("tp") == 0:
-            whole = mine
-        return np.ascontiguousarray(self.placements.part(placement, self.group.all_reduce(whole)))
+            full = mine
+        return np.ascontiguousarray(self.placements.part(placement, self.group.all_reduce(full)))
 
     def resync(self) -> None:
         """Copy the first stage's value to all stages, if stages differ. It is then a collective of ``group``."""
         placement = self.placement
         if placement is None:
             return
-        value = self.placements.whole(placement, to_host(self.parameter), group=self.group)
+        value = self.placements.full(placement, to_host(self.parameter), group=self.group)
         if self.placements.mesh.index("pp") != min(placement.stages):
             mine = np.ascontiguousarray(self.placements.part(placement, value))
             set_weight(self.parameter, from_host(mine, placement.dtype))
 
 
 class TiedGradients:
-    """Sums the gradients of tied parameters over a window, then over the stages; the pipeline uses it."""
+    """Sums the gradients of tied parameters over an update, then over the stages; the pipeline uses it."""
 
     def __init__(self, ties: Sequence[TiedParameter], parameters: Sequence[Any]) -> None:
         places = {id(p): index for index, p in enumerate(parameters)}
         self._ties = [(places[id(tie.parameter)], tie) for tie in ties if id(tie.parameter) in places]
         self._sums = [np.zeros(tuple(tie.parameter.shape), np.float32) for _, tie in self._ties]
 
-    def take(self, gradients: list[Optional[Any]], weight: float) -> list[Optional[Any]]:
+    def take(self, gradients: list[Optional[Any]], loss_weight: float) -> list[Optional[Any]]:
         """Add the weighted tied gradients of a micro-step to the sums, and replace them by None."""
         for (index, _), mine in zip(self._ties, self._sums):
             gradient, gradients[index] = gradients[index], None
             if gradient is not None:
-                mine[...] += np.float32(weight) * to_host(gradient)
+                mine[...] += np.float32(loss_weight) * to_host(gradient)
         return gradients
 
-    def put(self, gradients: Sequence[Optional[Any]], weight: float) -> list[Optional[Any]]:
+    def put(self, gradients: Sequence[Optional[Any]], loss_weight: float) -> list[Optional[Any]]:
         """Return the gradients with the sums over the stages, divided by ``weight``, in their places. A collective."""
         found = list(gradients)
         for (index, tie), total in zip(self._ties, self._sums):
             mean = tie.sum(total)
-            mean /= np.float32(weight)
+            mean /= np.float32(loss_weight)
             found[index] = from_host(mean, dtype_name(tie.parameter))
         return found

@@ -1,4 +1,4 @@
-"""Provides the tensor-parallel layers, whose weights are sharded over ranks; edits.py puts them into models.
+"""Provides the tensor-parallel layers, whose weights are sharded over ranks; tensor_edits.py puts them into models.
 
 A column-parallel and a row-parallel layer, with a computation between them that works on each shard alone, need one
 all-reduce in the forward pass and one in the backward pass (Shoeybi et al., Megatron-LM, 2019, section 3)::
@@ -24,8 +24,8 @@ from mindnlp_dp.communication.autograd_ops import copy_to, reduce_from
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.kernels.dispatch import supports
 from mindnlp_dp.runtime.arrays import read, to_host
-from mindnlp_dp.runtime.partition import shard_bounds
-from mindnlp_dp.runtime.random_state import Shard, ShardOf, rank_local_rng, replicated_rng
+from mindnlp_dp.runtime.random_state import SampleShard, ShardOf, rank_local_rng, replicated_rng
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 
 class SharedInput:
@@ -141,13 +141,13 @@ class RankLocalDropout:
         group: ProcessGroup,
         is_dropout: bool,
         *,
-        heads: Optional[Shard] = None,
+        heads: Optional[SampleShard] = None,
         by_width: bool = False,
     ) -> None:
         functools.update_wrapper(self, forward)
         self._forward = forward
         self._group = group
-        self._heads = heads or Shard(group.rank, group.rank + 1, group.world_size)
+        self._heads = heads or SampleShard(group.rank, group.rank + 1, group.world_size)
         self._is_dropout, self._by_width = is_dropout, by_width
         self._of_width = functools.lru_cache(self._shard_of_width)
 
@@ -157,10 +157,10 @@ class RankLocalDropout:
         with rank_local_rng(self._group.rank if by_width else shard.first, shard):
             return self._forward(*args, **kwargs)
 
-    def _shard_of_width(self, width: int) -> Shard:
+    def _shard_of_width(self, width: int) -> SampleShard:
         """Return this rank's shard of the last dimension; ranks' widths may differ. A collective."""
         bounds = np.cumsum([0, *(int(each[0]) for each in self._group.all_gather(np.array([width])))]).tolist()
-        return Shard(bounds[self._group.rank], bounds[self._group.rank + 1], bounds[-1], ShardOf.WIDTH)
+        return SampleShard(bounds[self._group.rank], bounds[self._group.rank + 1], bounds[-1], ShardOf.WIDTH)
 
 
 class ReplicatedDropout:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindnlp_dp.planner.profiles.cluster import Cluster, all_gather
-from mindnlp_dp.schedules.resharding import unit_tasks
-from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
+from mindnlp_dp.pipeline_schedules.resharding_layouts import unit_tasks
+from mindnlp_dp.pipeline_schedules.resharding_schedule import schedule_tasks
+from mindnlp_dp.planner.profiles.cluster_profile import Cluster, all_gather
 
 # The two layouts in which a stage may receive a tensor: replicated over its tensor-parallel group, or sharded over it
 # and then all-gathered.

@@ -1,7 +1,7 @@
 """Prices each role of an operator on a mesh, and chooses the roles of a graph by the integer program.
 
-A role says how an operator is sharded over an axis of the mesh (:mod:`~mindnlp_dp.planner.profiles.operators`).
-:mod:`~mindnlp_dp.planner.cost_model.memory` and :mod:`~mindnlp_dp.planner.cost_model.stage_costs` call it.
+A role says how an operator is sharded over an axis of the mesh (:mod:`~mindnlp_dp.planner.profiles.operator_graph`).
+:mod:`~mindnlp_dp.planner.cost_model.memory_cost` and :mod:`~mindnlp_dp.planner.cost_model.stage_costs` call it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.planner.profiles.cluster import Link, all_gather, all_reduce, all_to_all
-from mindnlp_dp.planner.profiles.operators import (
+from mindnlp_dp.planner.profiles.cluster_profile import Link, all_gather, all_reduce, all_to_all
+from mindnlp_dp.planner.profiles.operator_graph import (
     BATCH,
     COLUMN,
     EXPERT,

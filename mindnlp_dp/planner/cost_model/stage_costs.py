@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.planner.cost_model.memory import (
+from mindnlp_dp.planner.cost_model.memory_cost import (
     MemoryUse,
     entering_values,
     layer_inputs,
@@ -26,8 +26,8 @@ from mindnlp_dp.planner.cost_model.memory import (
     with_split_tokens,
 )
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, cost_of, layouts, resharding
-from mindnlp_dp.planner.profiles.cluster import Cluster, Link, all_gather, all_reduce, all_to_all
-from mindnlp_dp.planner.profiles.operators import (
+from mindnlp_dp.planner.profiles.cluster_profile import Cluster, Link, all_gather, all_reduce, all_to_all
+from mindnlp_dp.planner.profiles.operator_graph import (
     BATCH,
     COLUMN,
     EXPERT,
@@ -40,7 +40,7 @@ from mindnlp_dp.planner.profiles.operators import (
     cluster_layers,
     crossing,
 )
-from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
+from mindnlp_dp.runtime.mesh_spec import Size, mesh_name
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ class Times:
 
 def layers_of(model: Model, most: int) -> list[int]:
     """Group the operators into at most ``most`` layers between the model's cuts; return the first operator of each."""
-    num_layers = min(most, len(model.cuts) + 1)
+    num_layers = min(most, len(model.split_points) + 1)
     flops = [o.flops for o in model.graph.operators]
-    return cluster_layers(flops, crossing(model.graph), num_layers, cuts=model.cuts)
+    return cluster_layers(flops, crossing(model.graph), num_layers, split_points=model.split_points)
 
 
 class StageCosts:
@@ -294,8 +294,7 @@ class StageCosts:
         s, size = self.sharing, self.cluster.bytes_per_value
         exchange = all_reduce(s.num_replicas, size * parameters, self.cluster.link(s.num_replicas, s.tp))
         exchange += all_reduce(s.dp * s.sp, size * of_experts, self.cluster.link(s.dp * s.sp, s.ep))
-        divided = zero_stage > 0
-        shares = (s.num_replicas, s.dp * s.sp) if divided else (1, 1)
+        shares = (s.num_replicas, s.dp * s.sp) if zero_stage else (1, 1)
         numbers = parameters / shares[0] + of_experts / shares[1]
         dense, experts = self._is_muon * self._run(first, last)[_MATRIX_FLOPS : _MATRIX_FLOPS + 2]
         flops = float(dense / shares[0] + experts / shares[1])

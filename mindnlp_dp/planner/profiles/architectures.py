@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.planner.profiles import decoders
 from mindnlp_dp.planner.profiles.builder import BY_WORDS, WHOLE, Builder
-from mindnlp_dp.planner.profiles.operators import Model
+from mindnlp_dp.planner.profiles.operator_graph import Model
 
 
 def _bert(b: Builder, config: Mapping[str, Any]) -> Model:

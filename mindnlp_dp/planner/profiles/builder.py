@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from mindnlp_dp.planner.profiles.operators import BATCH, COLUMN, NONE, VOCABULARY, Graph, Model, Operator
+from mindnlp_dp.planner.profiles.operator_graph import BATCH, COLUMN, NONE, VOCABULARY, Graph, Model, Operator
 
 # The roles of operators that tensor parallelism repeats on all devices, and of embeddings, as in mindnlp_dp.parallel.
 WHOLE = (BATCH, NONE)
@@ -25,7 +25,7 @@ class Builder:
         self.architecture = " ".join(config.get("architectures") or ())
         self.is_tied = config.get("tie_word_embeddings", True)
         self.operators: list[Operator] = []
-        self.cuts: list[int] = []
+        self.split_points: list[int] = []
         self.blocks = [0]
         # The operator that was added last, which the next one takes as its input.
         self.last = ""
@@ -44,7 +44,7 @@ class Builder:
 
     def begin_block(self, number: int) -> None:
         if number:
-            self.cuts.append(len(self.operators))
+            self.split_points.append(len(self.operators))
             self.blocks.append(number)
         self.layer = number
 
@@ -111,7 +111,7 @@ class Builder:
             Graph(self.operators, self.name),
             self.s,
             self.kind,
-            self.cuts,
+            self.split_points,
             [*self.blocks, num_layers],
             **more,
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindnlp_dp.planner.profiles.builder import BY_WORDS, WHOLE, Builder
-from mindnlp_dp.planner.profiles.operators import BATCH, COLUMN, EXPERT, NONE, Model
+from mindnlp_dp.planner.profiles.operator_graph import BATCH, COLUMN, EXPERT, NONE, Model
 
 
 class _Heads:

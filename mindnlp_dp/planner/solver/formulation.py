@@ -128,8 +128,8 @@ class LinearForm:
 
         for v in self._allowed:
             equation([self.columns_of(v)], [1.0], 1.0)
-        for (u, v), whole in edges.items():
-            matrix = whole[np.ix_(self._allowed[u], self._allowed[v])]
+        for (u, v), matrices in edges.items():
+            matrix = matrices[np.ix_(self._allowed[u], self._allowed[v])]
             is_pair = np.isfinite(matrix)
             if is_pair.all() and not (matrix - matrix.flat[0]).any():
                 self.constant += float(matrix.flat[0])

@@ -19,7 +19,7 @@ from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK
 from mindnlp_dp.kernels.dispatch import current_precision
-from mindnlp_dp.optim.factory import check_zero_stage
+from mindnlp_dp.optim.updater_factory import check_zero_stage
 from mindnlp_dp.runtime.recompute import RecomputeLayers, check_checkpointing_options, check_recompute
 from mindnlp_dp.training.forward_backward import GLOBAL, check_dropout
 from mindnlp_dp.training.timeline import updates_of

@@ -98,8 +98,8 @@ class ElasticBatchSchedule:
             return step
         if position.epoch == epochs:
             return step + max(0, -(-(samples_of_rest - self._samples_read(position)) // size))
-        whole = len(loader) - position.update + (epochs - position.epoch - 1) * len(loader)
-        return step + whole - (-samples_of_rest // size)
+        distributed_model = len(loader) - position.update + (epochs - position.epoch - 1) * len(loader)
+        return step + distributed_model - (-samples_of_rest // size)
 
     def _samples_read(self, position: Position) -> int:
         read = position.update * self._loader.global_batch_size + position.offset

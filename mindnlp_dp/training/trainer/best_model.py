@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES, hashes_of_weights
-from mindnlp_dp.parallel.replicated_model import load_checkpoint
+from mindnlp_dp.parallel.distributed_model import load_checkpoint
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
-def load_run(trainer: Any, path: Path) -> dict[str, Any]:
+def load_run(trainer: TrainerInterface, path: Path) -> dict[str, Any]:
     """Load a checkpoint's weights into the model, and return the state of its run. A collective."""
-    saved = load_checkpoint(path, trainer.whole)
+    saved = load_checkpoint(path, trainer.distributed_model)
     _find_best_model(trainer, path, saved)
     return saved
 
 
-def _find_best_model(trainer: Any, path: Path, saved: dict[str, Any]) -> None:
+def _find_best_model(trainer: TrainerInterface, path: Path, saved: dict[str, Any]) -> None:
     """Set the path of the best checkpoint, or forget it if it is not there any more, with a warning. A collective."""
     state = saved["trainer_state"]
     recorded, value = state["best_model_checkpoint"], state["best_metric"]
@@ -52,7 +53,7 @@ def _find_best_model(trainer: Any, path: Path, saved: dict[str, Any]) -> None:
         forget_best_model(state)
 
 
-def holds_weights(trainer: Any, folder: Path) -> bool:
+def holds_weights(trainer: TrainerInterface, folder: Path) -> bool:
     """Tell whether ``folder`` holds the weights of a model. A collective."""
     found: bool = trainer.world.run_on_rank0(lambda: any(folder.glob(MODEL_FILES)), "looking for the best checkpoint")
     return found

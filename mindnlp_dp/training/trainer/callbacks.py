@@ -11,6 +11,7 @@ import numpy as np
 
 from mindnlp_dp.checkpoint.background import WriterStatus
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 # MindNLP's EarlyStoppingCallback keeps its state in this attribute only, without a state_dict().
 _COUNTER = "early_stopping_patience_counter"
@@ -78,7 +79,7 @@ def takes_event(callback: Any, event: str, base: type) -> bool:
     return own is not None and own is not getattr(base, event, None)
 
 
-def call_optimizer_event(trainer: Any, event: str, base: type) -> None:
+def call_optimizer_event(trainer: TrainerInterface, event: str, base: type) -> None:
     """Call the callbacks of a Trainer that take this event."""
     # A copy, because MindNLP 0.4's other callbacks have no such method.
     handler = copy.copy(trainer.callback_handler)

@@ -13,10 +13,11 @@ import numpy as np
 from mindnlp_dp.runtime.arrays import number_of
 from mindnlp_dp.training.evaluate import EvaluationRun, to_numpy, with_prefix
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
 def run_evaluation(
-    trainer: Any,
+    trainer: TrainerInterface,
     dataset: Any,
     prediction_loss_only: Optional[bool],
     ignore_keys: Optional[list[str]],
@@ -29,7 +30,7 @@ def run_evaluation(
     if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
         trainer.model = model = model.to(dtype=mindspore.float16 if args.fp16_full_eval else mindspore.bfloat16)
     model.eval()
-    trainer.whole.broadcast_buffers()
+    trainer.distributed_model.broadcast_buffers()
     if args.past_index >= 0:
         trainer._past = None
     handler = trainer.callback_handler
@@ -40,9 +41,9 @@ def run_evaluation(
     span_loss = trainer.trainer_loss.span_loss()
     check_columns = trainer.trainer_loss.column_checks()
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
-    # A user's own loader may have several micro-batches in a window.
-    for mine in itertools.chain.from_iterable(dataset.windows()):
-        batch, is_lent = trainer.whole.dummy_batch_for(mine), mine is None
+    # A user's own loader may have several micro-batches in an update.
+    for mine in itertools.chain.from_iterable(dataset.updates()):
+        batch, is_lent = trainer.distributed_model.dummy_batch_for(mine), mine is None
         if batch is None:
             evaluation.add(None)
         else:

@@ -19,9 +19,10 @@ from mindnlp_dp.training.run_state import check_same_data
 from mindnlp_dp.training.trainer.batch_scaling import ElasticBatchSchedule, batch_of
 from mindnlp_dp.training.trainer.best_model import record_best_model
 from mindnlp_dp.training.trainer.mindnlp_trainer import TRAINER_STATE_NAME
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
-def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, ElasticBatchSchedule]:
+def make_epoch_loader(trainer: TrainerInterface, saved: Optional[dict[str, Any]]) -> tuple[Any, ElasticBatchSchedule]:
     """Return the loader of the training data, and the :class:`.ElasticBatchSchedule` of its batches. A collective.
 
     When the run ``saved`` is resumed, its global batch size is kept, whatever the number of ranks is now. An elastic
@@ -29,28 +30,28 @@ def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[An
     steps of the loader may then differ from those of the arguments. Raises ValueError if the data is not the saved
     run's, or if a pipeline's batches cannot make up that global batch.
     """
-    whole, saved = saved, None if trainer.args.ignore_data_skip else saved
+    as_saved, saved = saved, None if trainer.args.ignore_data_skip else saved
     planned = _global_batch(trainer) if saved is None else saved["planned_batch_size"]
     trainer.global_batch_size = None if planned is None else batch_of(planned, trainer.world.world_size)
     loader = trainer.open_training_data()
-    pace = ElasticBatchSchedule(loader, planned, trainer.global_batch_size, whole)
+    batch_schedule = ElasticBatchSchedule(loader, planned, trainer.global_batch_size, as_saved)
     if saved is not None:
         data = trainer.args.data_order(loader)
         check_same_data(data, saved["data"], "start the epoch again with ignore_data_skip=True")
     is_derived = trainer.global_batch_size is not None and trainer.args.global_batch_size is None
     is_changed = is_derived and loader.micro_steps != trainer.args.gradient_accumulation_steps
-    if trainer.world.is_main and pace.is_slower:
-        print(f"not all ranks of this job are there: training with {pace}")
+    if trainer.world.is_main and batch_schedule.is_slower:
+        print(f"not all ranks of this job are there: training with {batch_schedule}")
     elif trainer.world.is_main and is_changed:
         whose = "this job's" if saved is None else "the checkpoint's"
         print(
             f"training with {whose} global batch of {loader.global_batch_size} samples: "
             f"gradient_accumulation_steps is {loader.micro_steps}"
         )
-    return loader, pace
+    return loader, batch_schedule
 
 
-def _global_batch(trainer: Any) -> Optional[int]:
+def _global_batch(trainer: TrainerInterface) -> Optional[int]:
     """Return the global batch size that was set, or an elastic job's at full size; None: other settings decide."""
     full, args = max_world_size(os.environ), trainer.args
     # The batch size of a batched pipeline does not depend on the number of ranks.
@@ -60,7 +61,7 @@ def _global_batch(trainer: Any) -> Optional[int]:
     return args.train_batch_size * args.gradient_accumulation_steps * share_out
 
 
-def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]]) -> None:
+def save_checkpoint(trainer: TrainerInterface, model: Any, metrics: Optional[dict[str, float]]) -> None:
     """Write a checkpoint, on the ranks that save; the others return when it is written, or raise the same error."""
     args, state = trainer.args, trainer.state
     folder = Path(args.output_dir)
@@ -72,13 +73,13 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         # The state of one checkpoint is in memory at a time.
         trainer.checkpoint_writer.wait()
 
-    def write_whole(folder: Path) -> None:
+    def write_full(folder: Path) -> None:
         trainer.save_model(str(folder), _internal_call=True)
         if not any(folder.glob(MODEL_FILES)):
             write_weights(model, folder)
 
     def model_writer(workspace: Path) -> Callable[[Path], None]:
-        write_model = trainer.whole.model_writer(workspace, write_whole, [trainer.processor])
+        write_model = trainer.distributed_model.model_writer(workspace, write_full, [trainer.processor])
 
         def write(folder: Path) -> None:
             write_model(folder)
@@ -104,7 +105,9 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         run = trainer.training_loop.state(sharded=args.sharded_checkpoints)
         record_best_model(run, path)
     write_together(
-        NewCheckpoint(path, run, model_writer, trainer.run_id, then, gathers_model=trainer.whole.is_sharded),
+        NewCheckpoint(
+            path, run, model_writer, trainer.run_id, then, gathers_model=trainer.distributed_model.is_sharded
+        ),
         trainer.world,
         saves=args.should_save,
         sharded=args.sharded_checkpoints,
@@ -112,14 +115,14 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     )
 
 
-def save_parts(trainer: Any, folder: Path) -> None:
+def save_parts(trainer: TrainerInterface, folder: Path) -> None:
     """Write a sharded model as one process would. A collective."""
     with workspace_in(folder, trainer.world) as workspace:
-        write = trainer.whole.model_writer(workspace, lambda folder: None, [trainer.processor])
+        write = trainer.distributed_model.model_writer(workspace, lambda folder: None, [trainer.processor])
         trainer.world.run_on(trainer.world.is_main, lambda: write(folder), "writing the model")
 
 
-def save_module(trainer: Any, folder: Path) -> None:
+def save_module(trainer: TrainerInterface, folder: Path) -> None:
     """Write a model that is not one of the library's, and its tokenizer or processor.
 
     Adapters are written as PeftModel.from_pretrained reads them; of other modules, all weights.

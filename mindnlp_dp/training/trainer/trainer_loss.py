@@ -10,12 +10,13 @@ from mindnlp_dp.data.column_checks import column_checks
 from mindnlp_dp.data.loss_weight import LossMean, LossWeigher, Task, loss_mean
 from mindnlp_dp.training.span_loss import SpanLoss
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, is_causal
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
 class TrainerLoss:
     """Tells what the loss of ``trainer`` weighs, for the model that it has at the time of each call."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer = trainer
         self._weigher: Optional[LossWeigher] = None
 
@@ -42,7 +43,7 @@ class TrainerLoss:
         """Return a function that raises ValueError if a batch has labels or ids that the model cannot take."""
         trainer = self._trainer
         checks = column_checks(
-            trainer.model, has_own_loss=not self._is_the_librarys, is_sharded=trainer.whole.is_sharded
+            trainer.model, has_own_loss=not self._is_the_librarys, is_sharded=trainer.distributed_model.is_sharded
         )
         return functools.partial(checks, rank=trainer.world.label())
 

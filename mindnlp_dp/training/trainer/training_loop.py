@@ -1,12 +1,12 @@
 """This module is the Trainer's training loop; :class:`~.base.DataParallelTrainerBase` runs it for each ``train()``.
 
 It trains the trainer's model, the same on every rank, and returns MindNLP's ``TrainOutput``. MindNLP's own loop cannot
-be used: it steps in the middle of a short window, does not let a rank without samples take part, and reads its data
+be used: it steps in the middle of a short update, does not let a rank without samples take part, and reads its data
 from the start when it resumes.
 
 On every rank::
 
-    epoch ── window ── training_step a micro-batch ── train_step.py ── callbacks ── log, evaluate, save
+    epoch ── update ── training_step a micro-batch ── train_step.py ── callbacks ── log, evaluate, save
        └ next …   └ next …                                       (decisions: callbacks.py)
 
 It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP
@@ -22,7 +22,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
@@ -31,9 +31,9 @@ from mindnlp_dp.checkpoint.background import WriterStatus
 from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
-from mindnlp_dp.data_parallel.accumulation import MicroStep
-from mindnlp_dp.optim.factory import check_matrices, make_updater, warn_of_parameters_left_out
+from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.optim.updater import Updater
+from mindnlp_dp.optim.updater_factory import check_matrices, make_updater, warn_of_parameters_left_out
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
@@ -59,6 +59,7 @@ from mindnlp_dp.training.trainer.callbacks import (
 )
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, TrainerCallback, TrainerState, TrainOutput, has_length
 from mindnlp_dp.training.trainer.resuming import make_epoch_loader
+from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
 class TrainingLoop:
@@ -69,7 +70,7 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, trainer: Any, checkpoint: Optional[dict[str, Any]], ignore_keys_for_eval: Optional[list[str]]
+        self, trainer: TrainerInterface, checkpoint: Optional[dict[str, Any]], ignore_keys_for_eval: Optional[list[str]]
     ) -> None:
         self.trainer = trainer
         self.group, self.world = trainer.group, trainer.world
@@ -77,7 +78,7 @@ class TrainingLoop:
         # Whether the train step exists and the run is restored.
         self.is_set_up = False
         self.ignore_keys_for_eval = ignore_keys_for_eval
-        self.loader, self.pace = make_epoch_loader(trainer, checkpoint)
+        self.loader, self.batch_schedule = make_epoch_loader(trainer, checkpoint)
         # A global batch that was set, or the checkpoint's, may be smaller than the micro-batches that were asked for.
         trainer._train_batch_size = self.loader.micro_batch_size
         self.args = trainer.args
@@ -103,8 +104,8 @@ class TrainingLoop:
     def run(self) -> TrainOutput:
         trainer, args = self.trainer, self.args
         self.updates_per_epoch = len(self.loader) if has_length(self.loader) else None
-        planned, num_epochs = plan_updates(self.pace.planned_per_epoch, args.num_train_epochs, args.max_steps)
-        trainer.whole.broadcast_weights()
+        planned, num_epochs = plan_updates(self.batch_schedule.planned_per_epoch, args.num_train_epochs, args.max_steps)
+        trainer.distributed_model.broadcast_weights()
         if args.recomputed is not False:
             enable_recompute(trainer.model, args.recomputed)
         if args.fused_cross_entropy:
@@ -118,13 +119,13 @@ class TrainingLoop:
         warn_of_parameters_left_out(trainer.optimizer, named, self.group)
         check_matrices(trainer.optimizer, trainer.model)
         self.train_step = self._make_train_step()
-        self.run_state = Run(trainer.whole, self.train_step)
+        self.run_state = Run(trainer.distributed_model, self.train_step)
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
         is_over = self.checkpoint is not None and self.restore(self.checkpoint, planned)
         self.is_set_up = True
         state = trainer.state
-        max_steps = self.pace.total(planned, state.global_step, self.position)
+        max_steps = self.batch_schedule.total(planned, state.global_step, self.position)
         if not is_over and state.global_step < max_steps:
             trainer.claim_checkpoint()
         self._describe_run(max_steps, num_epochs)
@@ -195,7 +196,7 @@ class TrainingLoop:
         return TrainStep(
             self.synchronizer, self._make_updater(), self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
-            resync_tied_weights=trainer.whole.resync_tied_weights,
+            resync_tied_weights=trainer.distributed_model.resync_tied_weights,
             adapters=adapter_check(trainer.model, self.synchronizer.parameters, trainer.world),
             before_update=before if is_watched else None,
             after_update=trainer.after_optimizer_step,
@@ -203,8 +204,8 @@ class TrainingLoop:
 
     def _make_updater(self) -> Updater:
         trainer = self.trainer
-        trainer.whole.check_optimizer(trainer.optimizer, self.synchronizer.parameters)
-        scope = trainer.whole.scope(self.synchronizer.parameters)
+        trainer.distributed_model.check_optimizer(trainer.optimizer, self.synchronizer.parameters)
+        scope = trainer.distributed_model.scope(self.synchronizer.parameters)
         return make_updater(
             trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope,
             shows_gradients=self.shows_gradients,
@@ -224,27 +225,27 @@ class TrainingLoop:
 
     def _run_epoch(self) -> None:
         trainer, args, position = self.trainer, self.args, self.position
-        self.pace.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
+        self.batch_schedule.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
         if args.past_index >= 0:
             trainer._past = None
         trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
-        windows = self.loader.windows(position.epoch, position.update, position.offset)
+        updates = self.loader.updates(position.epoch, position.update, position.offset)
         self.restore_stop_flags()
         self.agree(trainer.control)
         while not self._stops():
             # The same on all ranks, because callbacks decide with what they draw.
             seed_between_updates(args.seed, 0, trainer.state.global_step)
-            window = next(windows, None)
-            if window is None:
+            micro_batches = next(updates, None)
+            if micro_batches is None:
                 position.epoch_done = True
                 break
             trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
             sync_seconds = self.synchronizer.seconds
             with self.timeline.operators(trainer.state.global_step):
-                norm = self.train_step(self._micro_steps(window), trainer.state.global_step)
+                norm = self.train_step(micro_batches, trainer.state.global_step, self._run_passes)
             self.speed.add_update(self.synchronizer.seconds - sync_seconds)
             if args.sync_stats and self.world.is_main:
-                print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
+                print(f"update {trainer.state.global_step}: {self.synchronizer.last_exchange}", flush=True)
             self.grad_norm = self.grad_norm if norm is None else norm
             self._count_update()
             self.timeline.end_update(trainer.state.global_step)
@@ -265,26 +266,26 @@ class TrainingLoop:
         position.update += 1
         trainer.state.global_step += 1
         trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
-        self.pace.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
+        self.batch_schedule.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
         trainer.control = trainer.callback_handler.on_step_end(self.args, trainer.state, trainer.control)
 
     def _stops(self) -> bool:
         agreed, state = self.agree.agreed, self.trainer.state
         return agreed["should_epoch_stop"] or agreed["should_training_stop"] or state.global_step >= state.max_steps
 
-    def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
+    def _run_passes(self, micro_batches: Sequence[Optional[Any]], step: int) -> Iterator[MicroStep]:
         """Run this rank's micro-batches of one global batch, and yield their losses and gradients one by one."""
         trainer = self.trainer
         self._check_parameters()
         # Not kept: it refers to this loop, whose memory must be free as soon as the trainer drops it.
         forward_backward = ForwardBackward(
-            trainer.whole, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight, self.timeline,
-            self.across_ranks, inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
-            dropout=trainer.args.dropout, masks=self.masks, check_columns=self.check_columns,
-            loss_check=self.loss_check,
+            trainer.distributed_model, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight,
+            self.timeline, self.across_ranks, inputs_of=trainer.tensors, after_batch=self._count,
+            after_micro_step=self._end_substep, dropout=trainer.args.dropout, masks=self.masks,
+            check_columns=self.check_columns, loss_check=self.loss_check,
         )  # fmt: skip
-        with trainer.trainer_loss.span_loss().window(window):
-            yield from forward_backward.micro_steps(window, trainer.state.global_step, trainer.args.seed)
+        with trainer.trainer_loss.span_loss().correct_losses(micro_batches):
+            yield from forward_backward.micro_steps(micro_batches, step, trainer.args.seed)
         # The exchange holds this rank's gradients now; free their memory before the averaged ones are allocated.
         trainer.model.zero_grad()
 
@@ -303,7 +304,7 @@ class TrainingLoop:
 
     def _loss_check(self) -> Optional[LossCheck]:
         trainer = self.trainer
-        if trainer.trainer_loss.is_known or trainer.whole.is_sharded:
+        if trainer.trainer_loss.is_known or trainer.distributed_model.is_sharded:
             return None
 
         def loss_of(inputs: Any) -> Any:
@@ -327,7 +328,7 @@ class TrainingLoop:
             count_input_tokens(batch, trainer.main_input),
             count_label_tokens(batch, shifted=self.is_shifted),
         )
-        trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.loss_replication
+        trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.distributed_model.loss_replication
         if args.include_num_input_tokens_seen or args.include_tokens_per_second:
             trainer.current_tokens += batch[trainer.main_input].size
 
@@ -408,7 +409,7 @@ class TrainingLoop:
 
     def _set_flos(self) -> None:
         """Tell the meter the operations so far; ranks that hold shards count replicated parts several times."""
-        if not self.trainer.whole.is_sharded:
+        if not self.trainer.distributed_model.is_sharded:
             self.speed.set_flos(self.trainer.state.total_flos - self.flos_before)
 
     # End of training.
@@ -422,14 +423,14 @@ class TrainingLoop:
         trainer, args, state = self.trainer, self.args, self.trainer.state
         if args.past_index >= 0 and hasattr(trainer, "_past"):
             del trainer._past
-        trainer.whole.broadcast_buffers()
-        digest = trainer.whole.assert_in_sync()
+        trainer.distributed_model.broadcast_buffers()
+        digest = trainer.distributed_model.assert_in_sync()
         with self.speed.during(Activity.CHECKPOINT):
             trainer.checkpoint_writer.wait()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             if holds_weights(trainer, Path(state.best_model_checkpoint)):
                 trainer._load_best_model()
-                digest = trainer.whole.assert_in_sync()
+                digest = trainer.distributed_model.assert_in_sync()
             elif self.world.is_main:
                 warnings.warn(
                     f"{state.best_model_checkpoint}, the best checkpoint, is not there any more: the model keeps the "
@@ -483,8 +484,8 @@ class TrainingLoop:
             "data": self.args.data_order(self.loader),
             "settings": self.args.result_settings(),
             "global_batch_size": self.loader.global_batch_size,
-            "planned_batch_size": self.pace.planned,
-            "is_scaled": self.pace.is_scaled,
+            "planned_batch_size": self.batch_schedule.planned,
+            "is_scaled": self.batch_schedule.is_scaled,
             "position": asdict(self.position),
             "flags": dict(self.agree.agreed),
             "trainer_state": asdict(trainer.state),
@@ -506,10 +507,10 @@ class TrainingLoop:
         if self.args.ignore_data_skip:
             self.position.update = self.position.offset = 0
         else:
-            self.position = self.pace.resume(self.position, saved)
+            self.position = self.batch_schedule.resume(self.position, saved)
         if trainer.world.is_main:
             warn_of_other_settings(self.args.result_settings(), saved["settings"])
-        total = self.pace.total(planned_updates, step, self.position)
+        total = self.batch_schedule.total(planned_updates, step, self.position)
         saved["flags"]["should_training_stop"] = self._stays_stopped(saved, total)
         return position.ending_epoch and (saved["flags"]["should_training_stop"] or step >= total)
 

@@ -13,7 +13,7 @@ from typing import Any, Callable, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.polling_wait import PollingWait, all_reduce_in_place
-from mindnlp_dp.runtime.partition import shard_bounds
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 
 def reduce_round_ring(

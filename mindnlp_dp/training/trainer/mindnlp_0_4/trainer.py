@@ -17,7 +17,7 @@ from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
 from mindnlp_dp.runtime.arrays import number_of, to_host
-from mindnlp_dp.training.trainer.base import NOT_CALLED, DataParallelTrainerBase
+from mindnlp_dp.training.trainer.base_trainer import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
@@ -207,7 +207,7 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
                 f"predict_with_generate is for encoder-decoder models, and {type(self.model).__name__} is not one; "
                 "call model.generate() in your own prediction_step"
             )
-        if self.whole.is_sharded:
+        if self.distributed_model.is_sharded:
             raise ValueError(
                 "predict_with_generate: a sharded model cannot generate; load its checkpoint in one process"
             )

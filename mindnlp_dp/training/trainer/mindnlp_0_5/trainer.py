@@ -17,7 +17,7 @@ from mindnlp_dp.data.batches import Collator, ColumnCollator
 from mindnlp_dp.data.loss_weight import count_labels
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
-from mindnlp_dp.training.trainer.base import NOT_CALLED, DataParallelTrainerBase
+from mindnlp_dp.training.trainer.base_trainer import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_5.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import PreTrainedModel, Trainer, TrainerState
 from mindnlp_dp.training.trainer.resuming import save_checkpoint

@@ -1,0 +1,386 @@
+"""Loads, saves, compares and digests a sharded model as a full one; checkpoints and trainers call it.
+
+The weights, digests and files are those of one process. Arrays are exchanged one at a time, so that no rank holds more
+than its shards and one full array, except the rank that keeps a full optimizer state to write it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Optional, TypeVar, Union
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from mindnlp_dp.checkpoint.manifest import MODEL
+from mindnlp_dp.checkpoint.writer import write_adapters
+from mindnlp_dp.communication.lazy_arrays import LazyArray, LazyTensor
+from mindnlp_dp.communication.replicas import (
+    ReplicaMismatchError,
+    broadcast_buffers,
+    broadcast_parameters,
+    digest_of,
+    is_unused_copy,
+    weight_digest,
+)
+from mindnlp_dp.data_parallel.model_scope import ModelScope
+from mindnlp_dp.data_parallel.multi_group_synchronizer import MultiGroupSynchronizer
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.parallel.distributed_model import DistributedModel
+from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
+from mindnlp_dp.parallel.placement import Placement, Placements
+from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, ExpertLoad, ExpertParallelBlock
+from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles, bytes_of, file_header, host_type
+from mindnlp_dp.runtime.adapters import has_adapters
+from mindnlp_dp.runtime.arrays import HostTensor, from_host, set_weight, to_host
+from mindnlp_dp.runtime.atomic_write import link_or_copy
+from mindnlp_dp.runtime.named_weights import named_weights
+from mindnlp_dp.runtime.sharded_array import ShardedArray, as_sharded, without_pieces
+
+T = TypeVar("T")
+
+# Returns a full array on rank 0 of the job, or None if it does not have it; called on rank 0 only.
+Source = Callable[[Placement], Optional[np.ndarray]]
+
+
+class ShardedModel(DistributedModel):
+    """A sharded model, which :func:`~mindnlp_dp.parallelize` stores in ``model.parallel``.
+
+    Train steps and checkpoints use it; its interface is that of a replicated model.
+
+    Attributes:
+        mesh: the device mesh of the model.
+        placements: placements of all weights, by name.
+        pipeline: this rank's stage; None without the axis "pp".
+    """
+
+    is_sharded = True
+
+    def __init__(self, model: Any, placements: Placements, row_weights: Optional[ExpertBatchWeights] = None) -> None:
+        self.mesh = placements.mesh
+        self.model = model
+        self.group, self.world = self.mesh.dp_group, self.mesh.world
+        self.placements = placements
+        self.seed_rank = self.mesh.seed_rank
+        self.loss_replication = self.mesh.sizes["dp_in_stage"] * self.mesh.sizes["sp"]
+        self.pipeline: Optional[Pipeline] = None
+        self._row_weights = row_weights
+
+    # Training.
+
+    def scope(self, parameters: Sequence[Any]) -> ModelScope:
+        placed = [self.placements[p.full_name] for p in parameters]
+        counts = [self.placements.owns(placement) for placement in placed]
+        return ModelScope(self.mesh.model_parallel_group, counts, [placement.shard is not None for placement in placed])
+
+    def make_synchronizer(
+        self, named: Sequence[tuple[str, Any]], **options: Any
+    ) -> Union[GradientSynchronizer, MultiGroupSynchronizer]:
+        if self.pipeline is not None:
+            # A stage runs several backward passes per update, and does not know which one is the last.
+            options["overlap"] = False
+        if self._row_weights is None:
+            return GradientSynchronizer(named, self.mesh.grad_sync_group, **options)
+        options["overlap"] = False
+        weights = self._row_weights
+        is_expert = [self.placements[p.full_name].expert_rank is not None for _, p in named]
+        places = [[i for i, expert in enumerate(is_expert) if expert == wanted] for wanted in (False, True)]
+        synchronizers = [
+            GradientSynchronizer([named[place] for place in mine], group, **options)
+            for mine, group in zip(places, (self.mesh.grad_sync_group, self.mesh.expert_dp_group))
+        ]
+        return MultiGroupSynchronizer(synchronizers, places, [lambda weight: weight, lambda weight: weights.total])
+
+    def resync_tied_weights(self) -> None:
+        for tie in self.pipeline.ties if self.pipeline is not None else ():
+            tie.resync()
+
+    def check_optimizer(self, optimizer: Any, parameters: Sequence[Any]) -> None:
+        for group in getattr(optimizer, "param_groups", ()):
+            for parameter in group["params"]:
+                if getattr(parameter, "parallel", None) is not self:
+                    raise ValueError(
+                        f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not the model's "
+                        f"(any more) on rank {self.mesh.world.label()}; make the optimizer after parallelize()"
+                    )
+
+    def micro_step(self, weight: float) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._row_weights is None else self._row_weights.micro_step(weight)
+
+    def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
+        # A collective of the row: no rank may skip a pass whose tokens go to the experts of the others.
+        if self._row_weights is None:
+            return batch
+        group = self.mesh.group("ep")
+        has = group.all_gather_object(batch is not None)
+        if all(has) or not any(has):
+            return batch
+        src = has.index(True)
+        dummy = group.broadcast_object(batch if group.rank == src else None, src)
+        return dummy if batch is None else batch
+
+    def has_nonfinite_peer(self, loss: float) -> bool:
+        if self._row_weights is None:
+            return False
+        worst = self.mesh.group("ep").all_reduce(np.array([not np.isfinite(loss)], np.float32), every_step=True)
+        return bool(worst[0] > 0)
+
+    def loads(self) -> list[ExpertLoad]:
+        """Return the expert loads of the last forward pass, one per block."""
+        blocks = [module for module in self.model.modules() if isinstance(module, ExpertParallelBlock)]
+        return [block.load for block in blocks if hasattr(block, "load")]
+
+    # Weights.
+
+    def _own(self) -> dict[str, Any]:
+        """Return this rank's parameters and buffers, by their names in the full model."""
+        return {self.placements[name].name: weight for name, weight in named_weights(self.model)}
+
+    def _replicas(self) -> list[tuple[Any, list[tuple[str, Any]]]]:
+        """Return pairs of a group and the weights that its ranks have in common; fewer ranks have the same experts."""
+        own = list(self._own().items())
+        experts = [(name, w) for name, w in own if self.placements[name].expert_rank is not None]
+        others = [(name, w) for name, w in own if self.placements[name].expert_rank is None]
+        return [(self.mesh.grad_sync_group, others), (self.mesh.expert_dp_group, experts)]
+
+    def broadcast_weights(self) -> None:
+        for group, weights in self._replicas():
+            broadcast_parameters(weights, group)
+
+    def broadcast_buffers(self) -> None:
+        broadcast_buffers(self.model, self.mesh.grad_sync_group)
+
+    def assert_in_sync(self) -> str:
+        problem = self._replica_that_differs() or self._copy_that_differs()
+        # Some groups may be in sync and others not: raise the error on all ranks.
+        error = ReplicaMismatchError(problem) if problem else None
+        self.world.raise_on_all_ranks(error, "comparing weights")
+        return self.digest()
+
+    def _replica_that_differs(self) -> str:
+        """Return a message about a weight that differs from the first replica's, or an empty string."""
+        found = ""
+        for group, weights in self._replicas():
+            digests = group.all_gather_object([weight_digest(name, weight) for name, weight in weights])
+            for (name, _), *theirs in zip(weights, *digests):
+                for rank, digest in enumerate(theirs):
+                    if digest != theirs[0] and not found:
+                        found = (
+                            f"replicas are out of sync: {name!r} on rank {group.label(rank)} differs from rank "
+                            f"{group.label(0)}. Let every rank apply the same update"
+                        )
+        # Tell all ranks, because the next collectives are over other groups.
+        everyone = self.world.all_gather_object(found)
+        return next(filter(None, everyone), "")
+
+    def _copy_that_differs(self) -> str:
+        """Return a message if unsharded weights differ over "tp", or tied weights over stages, or an empty string."""
+        copies = [
+            (name, weight_digest(name, weight))
+            for name, weight in self._own().items()
+            if self.placements[name].shard is None and self.placements[name].expert_rank is None
+        ]
+        group = self.mesh.model_parallel_group
+        first: dict[str, tuple[int, bytes]] = {}
+        for rank, theirs in enumerate(group.all_gather_object(copies)):
+            for name, digest in theirs:
+                where, known = first.setdefault(name, (rank, digest))
+                if digest != known:
+                    return (
+                        f"copies are out of sync: {name!r} on rank {group.label(rank)} differs from rank "
+                        f"{group.label(where)}, though neither is sharded. Was a gradient changed on some of the ranks?"
+                    )
+        return ""
+
+    # Full arrays, one at a time.
+
+    def full_arrays(self, placements: Optional[Iterable[Placement]] = None) -> Iterator[tuple[Placement, np.ndarray]]:
+        """Yield every weight, or those of ``placements``, as a full array. A collective of the model-parallel group."""
+        own = self._own()
+        for placement in self.placements.values() if placements is None else placements:
+            weight = own.get(placement.name)
+            mine = to_host(weight) if weight is not None and self.placements.is_here(placement) else None
+            yield placement, self.placements.full(placement, mine)
+
+    def digest(self) -> str:
+        """Return the digest that one process with the same weights would compute."""
+        used = [p for p in self.placements.values() if not (has_adapters(self.model) and is_unused_copy(p.name))]
+        return digest_of((p.name, from_host(full, p.dtype)) for p, full in self.full_arrays(used))
+
+    def scatter(self, source: Source, names: Optional[Iterable[str]] = None) -> None:
+        """Scatter full arrays from rank 0 of the job to the ranks' shards: all arrays, or those with these names."""
+        own = self._own()
+        for placement in map(self.placements.__getitem__, self.placements if names is None else names):
+            full = self.world.run_on(
+                self.world.is_main, functools.partial(source, placement), f"reading {placement.name}"
+            )
+            if full is None:
+                full = np.zeros(placement.shape, host_type(placement.dtype))
+            full = self.world.broadcast(full.astype(host_type(placement.dtype), copy=False))
+            weight = own.get(placement.name)
+            if weight is not None and self.placements.is_here(placement):
+                set_weight(weight, from_host(self.placements.part(placement, full).copy(), placement.dtype))
+
+    def read_weights(self, folder: Path) -> None:
+        files = self.world.run_on(
+            self.world.is_main, lambda: WeightFiles(folder, self.placements, is_complete=True), "reading a checkpoint"
+        )
+        # Buffers that are missing in the files keep their values.
+        missing = set(self.world.broadcast_object([] if files is None else files.missing))
+        names = [name for name in self.placements if name not in missing]
+        self.scatter(lambda placement: files.get(placement) if files else None, names)
+
+    def model_writer(
+        self, workspace: Path, write_full: Callable[[Path], None], beside: Sequence[Any] = ()
+    ) -> Callable[[Path], None]:
+        """Write the weights to ``workspace``; return a function that puts them into a checkpoint, on one rank."""
+        self.write_weights(workspace / MODEL if self.world.is_main else None)
+
+        def write(checkpoint: Path) -> None:
+            link_or_copy(workspace / MODEL, checkpoint / MODEL)
+            if has_adapters(self.model):
+                write_adapters(self.model, load_file(checkpoint / MODEL), checkpoint)
+            for part in (None if has_adapters(self.model) else getattr(self.model, "config", None), *beside):
+                if hasattr(part, "save_pretrained"):
+                    part.save_pretrained(str(checkpoint))
+
+        return write
+
+    def write_weights(self, path: Optional[Path]) -> None:
+        """Write the full model as one safetensors file, array by array, on the rank that passes a path.
+
+        Of a model with adapters, only the parameters that are not frozen.
+        """
+        written = [p for p in self.placements.values() if p.trains or not has_adapters(self.model)]
+        error: Optional[Exception] = None
+        file: Any = None
+
+        def attempt(step: Callable[[], Any]) -> None:
+            # A rank that cannot write continues with the collectives and raises its error at the end.
+            nonlocal error
+            if path is not None and error is None:
+                try:
+                    step()
+                except Exception as caught:  # noqa: BLE001
+                    error = caught
+
+        def begin() -> None:
+            nonlocal file
+            assert path is not None, "attempted by the rank that has one"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "wb")  # noqa: SIM115
+            file.write(file_header(written))
+
+        attempt(begin)
+        if self.mesh.index("dp") == 0:
+            for placement, full in self.full_arrays(written):
+                attempt(lambda p=placement, a=full: file.write(bytes_of(a, p.dtype)))  # type: ignore[misc]
+        if file is not None:
+            attempt(file.close)
+        if error is not None and path is not None:
+            path.unlink(missing_ok=True)
+        self.world.raise_on_all_ranks(error, "writing the model")
+
+    # The optimizer state.
+
+    def full_optimizer_state(self, own: dict[str, Any], *, keep: bool, sharded: bool = False) -> dict[str, Any]:
+        names = [[self.placements[name].name for name in names] for names in own["parameters"]]
+        everyone = self.mesh.model_parallel_group.all_gather_object(names)
+        order = list(self.placements)
+        groups = [sorted(set().union(*(theirs[g] for theirs in everyone)), key=order.index) for g in range(len(names))]
+        numbers = [number for group in own["param_groups"] for number in group["params"]]
+        mine = dict(zip((name for group in names for name in group), (own["state"].get(n) for n in numbers)))
+        if sharded:
+            mine = {name: state and self._in_full_arrays(name, state) for name, state in mine.items()}
+        # Scalars, such as the step, and the names of the arrays come from the rank that counts the parameter.
+        sharded_state = {
+            name: {key: self._without_arrays(placement, value) for key, value in state.items()}
+            for name, state in mine.items()
+            if state and self.placements.owns(placement := self.placements[name])
+        }
+        outline = {
+            name: s
+            for theirs in self.mesh.model_parallel_group.all_gather_object(sharded_state)
+            for name, s in theirs.items()
+        }
+        state: dict[int, dict[str, Any]] = {}
+        for number, name in enumerate(name for group in groups for name in group):
+            placement = self.placements[name]
+            for key, value in outline.get(name, {}).items():
+                entry = state.setdefault(number, {})
+                part = mine.get(name)
+                if isinstance(value, ShardedArray):
+                    # A tied weight may be sharded differently on its last stage: its first stage writes it.
+                    is_first = self.mesh.index("pp") == min(placement.stages) and self.placements.is_here(placement)
+                    entry[key] = part[key] if part and is_first else value
+                    continue
+                if value is not None:
+                    entry[key] = HostTensor.back(value)
+                    continue
+                array = to_host(part[key]) if part else None
+                full = self.placements.full(placement, array, "float32")
+                if keep:
+                    entry[key] = from_host(full, "float32")
+        begins = np.cumsum([0, *map(len, groups)]).tolist()
+        param_groups = [
+            {**group, "params": list(range(begin, end))}
+            for group, begin, end in zip(own["param_groups"], begins, begins[1:])
+        ]
+        return {"parameters": groups, "state": state, "param_groups": param_groups}
+
+    def _in_full_arrays(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter with this rank's arrays as pieces of the full ones."""
+        placement = self.placements[name]
+        arrays = {
+            key: self.placements.sharded(placement, as_sharded(value))
+            for key, value in state.items()
+            if self._is_elementwise(placement, value)
+        }
+        return {**state, **arrays}
+
+    def _is_elementwise(self, placement: Placement, value: Any) -> bool:
+        """Return whether a state has one value for each element of this rank's part of the parameter."""
+        if isinstance(value, ShardedArray):
+            return True
+        return _is_array(value) and tuple(value.shape) == self.placements.shape_here(placement)
+
+    def _without_arrays(self, placement: Placement, value: Any) -> Any:
+        """Return what the other ranks need to know of a state; None if it is an array, which is gathered."""
+        if isinstance(value, ShardedArray):
+            return without_pieces(value)
+        return None if self._is_elementwise(placement, value) else HostTensor.of(value)
+
+    def local_optimizer_state(self, full: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+        own = self._own()
+        here = [[name for name in group if name in own] for group in full["parameters"]]
+        # A tied weight has a different name and position on the last stage than on the first.
+        known = [[self.placements[name].name for name in group] for group in names]
+        is_same = list(map(set, known)) == list(map(set, here))
+        order, shown = (known, [list(group) for group in names]) if is_same else (here, here)
+        number_of = {name: number for number, name in enumerate(name for group in order for name in group)}
+        state: dict[int, dict[str, Any]] = {}
+        # fetch() is a collective: all ranks fetch all arrays in the same order, and keep their shards.
+        for number, name in enumerate(name for group in full["parameters"] for name in group):
+            for key, value in (full["state"].get(number) or full["state"].get(str(number)) or {}).items():
+                array = value.fetch() if isinstance(value, (LazyArray, LazyTensor)) else value
+                if name not in number_of:
+                    continue
+                entry = state.setdefault(number_of[name], {})
+                if _is_array(array) and tuple(array.shape) == self.placements[name].shape:
+                    part = self.placements.part(self.placements[name], to_host(array))
+                    entry[key] = from_host(np.ascontiguousarray(part), "float32")
+                else:
+                    entry[key] = array
+        ends = np.cumsum([0, *map(len, order)]).tolist()
+        param_groups = [
+            {**group, "params": list(range(begin, end))}
+            for group, begin, end in zip(full["param_groups"], ends, ends[1:])
+        ]
+        return {"parameters": shown, "state": state, "param_groups": param_groups}
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or hasattr(value, "asnumpy")

@@ -1,0 +1,1 @@
+"""Schedules of pipelines and of resharding, which the planner and training both use."""
