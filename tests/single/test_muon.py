@@ -12,9 +12,9 @@ from muon_reference import muon_reference
 
 import mindnlp_dp as dp
 from mindnlp_dp.optim import Muon, muon_groups
-from mindnlp_dp.optim.updater_factory import make_updater
 from mindnlp_dp.optim.flat_updater import FlatUpdater
 from mindnlp_dp.optim.newton_schulz import frobenius_norm, multiplications, orthogonalize
+from mindnlp_dp.optim.updater_factory import make_updater
 from mindnlp_dp.optim.zero.parameterwise import assign_parameters
 from models import tiny_roberta
 
