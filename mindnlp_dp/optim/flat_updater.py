@@ -112,9 +112,9 @@ class FlatUpdater(MindNLPUpdater):
 
     def _new_owners(self) -> MatrixOwners:
         if not self.zero_stage:
-            return MatrixOwners([self.partition.updated], 0, lambda mine: [mine])
+            return MatrixOwners([self.partition.updated], self._shapes, 0, lambda mine: [mine])
         everyone = self._group.all_gather_object(self.partition.updated)
-        return MatrixOwners(everyone, self._group.rank, self._group.all_gather)
+        return MatrixOwners(everyone, self._shapes, self._group.rank, self._group.all_gather)
 
     # The update.
 
@@ -177,7 +177,7 @@ class FlatUpdater(MindNLPUpdater):
         segments = self._segments(gradients)
         update = UpdateContext(
             self._scale, self._scratch, self._groups(), steps, self._blocks, self._add, gradients, self._shapes,
-            self._matrices,
+            self._matrices.apply,
         )  # fmt: skip
         self._rule.apply(segments, update)
         if self.zero_stage:

@@ -41,28 +41,17 @@ class Muon(mindnlp_api().optim.AdamW):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        *,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: Optional[str] = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-        adamw_eps: float = 1e-8,
-        use_muon: bool = True,
-        num_packed: int = 1,
-        packed_axis: int = 0,
-    ) -> None:
+        self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95, *,
+        nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7, ns_steps: int = 5, adjust_lr_fn: Optional[str] = None,
+        betas: tuple[float, float] = (0.9, 0.999), adamw_eps: float = 1e-8, use_muon: bool = True,
+        num_packed: int = 1, packed_axis: int = 0,
+    ) -> None:  # fmt: skip
+        self._use_muon = use_muon
         self._of_matrices = {
             "momentum": momentum, "nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "eps": eps,
             "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "num_packed": num_packed, "packed_axis": packed_axis,
         }  # fmt: skip
-        self._use_muon = use_muon
         super().__init__(params, lr=lr, betas=tuple(betas), eps=adamw_eps, weight_decay=weight_decay)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -81,54 +70,41 @@ class Muon(mindnlp_api().optim.AdamW):  # type: ignore[misc]
     def step(self, grads: Any = None) -> None:
         """Update every parameter that has a ``grad``; ``grads`` only matches MindNLP's signature and is not used."""
         groups = self.param_groups
-        whole = [group["params"] for group in groups]
+        used = [{**group, "params": [p for p in group["params"] if p.grad is not None]} for group in groups]
         try:
-            for group, everything in zip(groups, whole):
-                group["params"] = [p for p in everything if p.grad is not None and not group["use_muon"]]
+            self.param_groups = [group for group in used if not group["use_muon"]]
             super().step()
         finally:
-            for group, everything in zip(groups, whole):
-                group["params"] = everything
-        for group in groups:
+            self.param_groups = groups
+        for group in used:
             for parameter in group["params"] if group["use_muon"] else ():
-                if parameter.grad is not None:
-                    self._move(parameter, self.state[parameter], group)
+                self._move(parameter, self.state[parameter], group)
 
     @staticmethod
     def _move(parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        ops = mindspore.ops
+        ops, axis = mindspore.ops, group["packed_axis"]
         gradient = parameter.grad.astype(mindspore.float32)
-        momentum = state.get("momentum_buffer")
-        momentum, direction = directions(gradient, ops.zeros_like(gradient) if momentum is None else momentum, group)
-        state["momentum_buffer"] = momentum
-        parts = []
-        for part in ops.chunk(direction, group["num_packed"], group["packed_axis"]):
-            # Squares of the largest float32 numbers would overflow.
-            largest = ops.maximum(part.abs().max(), 1e-30)
-            length = ((part / largest) ** 2).sum().sqrt() * largest
-            parts.append(orthogonalize(part, ops.maximum(length, float(group["eps"])), group, ops.matmul))
-        step = group["lr"] * adjustment(parameter.shape, group)
-        moved = parameter * (1 - group["lr"] * group["weight_decay"]) - step * ops.cat(parts, group["packed_axis"])
+        momentum, direction = directions(gradient, state.get("momentum_buffer", 0.0), group)
+        state.update(momentum_buffer=momentum, step=state.get("step", 0) + 1)
+        parts = [orthogonalize(part, group, ops.matmul) for part in ops.chunk(direction, group["num_packed"], axis)]
+        size = group["lr"] * adjustment(parameter.shape, group)
+        moved = parameter * (1 - group["lr"] * group["weight_decay"]) - size * ops.cat(parts, axis)
         set_weight(parameter, moved.astype(parameter.dtype))
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
     """Raise ValueError if the settings or the parameters of a group for matrices are wrong."""
-    if not 0 <= group["momentum"] < 1:
-        raise ValueError(f"momentum must be from 0 to below 1, got {group['momentum']}")
-    if len(group["ns_coefficients"]) != 3:
-        raise ValueError(f"ns_coefficients must be 3 numbers, got {group['ns_coefficients']!r}")
-    if group["ns_steps"] < 1:
-        raise ValueError(f"ns_steps must be at least 1, got {group['ns_steps']}")
-    if group["adjust_lr_fn"] not in (None, *ADJUSTMENTS):
-        raise ValueError(f"adjust_lr_fn must be None or one of {ADJUSTMENTS}, got {group['adjust_lr_fn']!r}")
-    if group["packed_axis"] not in (0, 1) or group["num_packed"] < 1:
-        raise ValueError(
-            f"num_packed must be at least 1 and packed_axis 0 or 1, got {group['num_packed']} and "
-            f"{group['packed_axis']}"
-        )
-    for parameter in group["params"]:
-        shape = tuple(parameter.shape)
+    for name, is_valid, expected in (
+        ("momentum", 0 <= group["momentum"] < 1, "from 0 to below 1"),
+        ("ns_coefficients", len(group["ns_coefficients"]) == 3, "3 numbers"),
+        ("ns_steps", group["ns_steps"] >= 1, "at least 1"),
+        ("adjust_lr_fn", group["adjust_lr_fn"] in ADJUSTMENTS, f"one of {ADJUSTMENTS}"),
+        ("num_packed", group["num_packed"] >= 1, "at least 1"),
+        ("packed_axis", group["packed_axis"] in (0, 1), "0 or 1"),
+    ):
+        if not is_valid:
+            raise ValueError(f"{name} must be {expected}, got {group[name]!r}")
+    for shape in (tuple(parameter.shape) for parameter in group["params"]):
         if len(shape) != 2 or 0 in shape:
             raise ValueError(
                 f"Muon orthogonalizes matrices, and a group with use_muon=True has a parameter of shape {shape}; put "
@@ -154,34 +130,34 @@ def muon_groups(
     """Return a model's trainable parameters in groups for :class:`Muon`.
 
     Muon gets the weights of linear layers. AdamW gets the rest: embeddings, also one that the head shares; the head of
-    a library's model, which is what is outside of its ``base_model``; convolutions; biases and the weights of
-    normalization layers, which have no weight decay. In other models no head is known: take its parameters out of the
-    first group if there is one.
+    a library's model, which is its output layer and what is outside of its ``base_model``; convolutions; biases and the
+    weights of normalization layers, which have no weight decay. In other models no head is known: move its parameters
+    to a group with ``use_muon=False``.
 
     Args:
         packed: patterns of the names of modules whose output consists of several projections of equal size, and their
             number; by default GPT-2's ``c_attn``.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    body = {id(p) for p in getattr(inner, "base_model", inner).parameters()} - set(embedding_names(model))
-    groups: dict[Any, dict[str, Any]] = {}
-    taken: set[int] = set()
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    body = {id(p) for p in getattr(inner, "base_model", inner).parameters() if p.requires_grad and p.ndim == 2}
+    body -= {*embedding_names(model), id(getattr(head, "weight", None))}
+    groups: dict[tuple[int, int], dict[str, Any]] = {}
+    matrices: set[int] = set()
     for name, module in model.named_modules():
-        weight: Any = getattr(module, "weight", None)
-        if id(weight) not in body or id(weight) in taken or not weight.requires_grad or weight.ndim != 2:
-            continue
-        taken.add(id(weight))
-        number = next(
-            (n for pattern, n in (PACKED if packed is None else packed).items() if re.search(pattern, name)), 1
-        )
-        # The outputs of GPT-2's Conv1D are columns.
-        axis = int(number > 1 and type(module).__name__ == "Conv1D")
-        group = {"use_muon": True, "weight_decay": weight_decay, "num_packed": number, "packed_axis": axis}
-        groups.setdefault((number, axis), {"params": [], **group})["params"].append(weight)
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-    for decay, params in (
-        (weight_decay, [p for p in rest if p.ndim > 1]),
-        (0.0, [p for p in rest if p.ndim <= 1]),
-    ):
-        groups[decay, "adamw", len(groups)] = {"params": params, "use_muon": False, "weight_decay": decay}
-    return [group for group in groups.values() if group["params"]]
+        weight = getattr(module, "weight", None)
+        if id(weight) in body - matrices:
+            patterns = (PACKED if packed is None else packed).items()
+            number = next((number for pattern, number in patterns if re.search(pattern, name)), 1)
+            # The outputs of GPT-2's Conv1D are columns.
+            axis = int(number > 1 and type(module).__name__ == "Conv1D")
+            group = {"params": [], "use_muon": True, "num_packed": number, "packed_axis": axis}
+            groups.setdefault((number, axis), {**group, "weight_decay": weight_decay})["params"].append(weight)
+            matrices.add(id(weight))
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in matrices]
+    found = [
+        *groups.values(),
+        {"params": [p for p in rest if p.ndim > 1], "use_muon": False, "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.ndim <= 1], "use_muon": False, "weight_decay": 0.0},
+    ]
+    return [group for group in found if group["params"]]

@@ -9,28 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from mindnlp_dp.kernels.matmul import product as product_on_host
-
-ADJUSTMENTS = ("original", "match_rms_adamw")
-
-
-def orthogonalize(matrix: Any, length: Any, group: Mapping[str, Any], product: Callable[[Any, Any], Any]) -> Any:
-    """Return nearly the polar factor of a 2-D array or tensor, whose singular values are all 1, by Newton-Schulz.
-
-    Args:
-        length: The Frobenius norm of the matrix.
-        group: A group of the optimizer, with ``ns_coefficients``, ``ns_steps`` and ``eps``.
-        product: A function that multiplies two matrices.
-    """
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    a, b, c = map(float, group["ns_coefficients"])
-    x = (matrix.T if is_tall else matrix) / length
-    for _ in range(group["ns_steps"]):
-        gram = product(x, x.T)
-        x = a * x + product(b * gram + c * product(gram, gram), x)
-    return x.T if is_tall else x
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 def directions(gradient: Any, momentum: Any, group: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -40,18 +19,19 @@ def directions(gradient: Any, momentum: Any, group: Mapping[str, Any]) -> tuple[
     return momentum, gradient + rate * (momentum - gradient) if group["nesterov"] else momentum
 
 
-def orthogonalized(direction: np.ndarray, group: Mapping[str, Any]) -> np.ndarray:
-    """Return a direction with each of its packed matrices orthogonalized, on the host."""
-    axis = group["packed_axis"]
-    parts = np.split(direction, group["num_packed"], axis)
-    return np.concatenate(
-        [orthogonalize(part, frobenius_norm(part, group["eps"]), group, product_on_host) for part in parts], axis
-    )
-
-
-def frobenius_norm(matrix: np.ndarray, eps: float) -> np.float32:
-    """Return the norm of a matrix, at least ``eps``; its squares are added in float64, where they do not overflow."""
-    return np.float32(max(math.sqrt(np.square(matrix, dtype=np.float64).sum()), eps))
+def orthogonalize(matrix: Any, group: Mapping[str, Any], product: Callable[[Any, Any], Any]) -> Any:
+    """Return nearly the polar factor of a 2-D array or tensor, whose singular values are all 1, by Newton-Schulz."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    a, b, c = map(float, group["ns_coefficients"])
+    x = matrix.T if is_tall else matrix
+    # Squares of the largest float32 numbers would overflow.
+    largest = abs(x).max() + 1e-30
+    x = x / largest
+    x = x / ((x * x).sum() ** 0.5).clip(group["eps"] / largest, None)
+    for _ in range(group["ns_steps"]):
+        gram = product(x, x.T)
+        x = a * x + product(b * gram + c * product(gram, gram), x)
+    return x.T if is_tall else x
 
 
 def matrix_shape(shape: Sequence[int], group: Mapping[str, Any]) -> tuple[int, ...]:

@@ -183,16 +183,15 @@ def warn_of_parameters_left_out(optimizer: Any, named: Iterable[tuple[str, Any]]
 
 def check_matrices(optimizer: Any, model: Any) -> None:
     """Raise ValueError if :class:`~mindnlp_dp.optim.Muon` would orthogonalize an embedding of this model."""
-    from mindnlp_dp.optim.muon import Muon, embedding_names
+    from mindnlp_dp.optim.muon import embedding_names
 
-    if isinstance(optimizer, Muon):
-        embeddings = embedding_names(model)
-        for parameter in (p for group in optimizer.param_groups if group["use_muon"] for p in group["params"]):
-            if id(parameter) in embeddings:
-                raise ValueError(
-                    f"{embeddings[id(parameter)]!r} is an embedding, which Muon does not suit; put it into a group "
-                    "with use_muon=False, or take the groups of mindnlp_dp.optim.muon_groups(model)"
-                )
+    embeddings = embedding_names(model)
+    matrices = [id(p) for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]]
+    if wrong := [embeddings[p] for p in matrices if p in embeddings]:
+        raise ValueError(
+            f"{wrong[0]!r} is an embedding, which Muon does not suit; put it into a group with use_muon=False, or take "
+            "the groups of mindnlp_dp.optim.muon_groups(model)"
+        )
 
 
 def _warn_of_small_types(optimizer: Any, synchronizer: Synchronizer) -> None:
@@ -294,19 +293,19 @@ def rule_for(optimizer: Any, synchronizer: Synchronizer) -> Optional[Any]:
         return None
     if not is_untouched(optimizer):
         return None
-    if kind in (optim.AdamW, optim.Adam):
+    if kind in (optim.AdamW, optim.Adam, Muon):
         # MindNLP 0.5's groups contain this setting.
-        decoupled = {bool(group.get("decoupled_weight_decay", kind is optim.AdamW)) for group in groups}
+        decoupled = {bool(group.get("decoupled_weight_decay", kind is not optim.Adam)) for group in groups}
         betas = [beta for group in groups for beta in group["betas"]]
         if len(decoupled) > 1 or not all(isinstance(beta, (int, float)) for beta in betas):
             return None
-        return AdamRule(decoupled=decoupled.pop(), epsilon_is_corrected=mindnlp_series() == "0.5")
+        rule = MuonRule if kind is Muon else AdamRule
+        return rule(decoupled=decoupled.pop(), epsilon_is_corrected=mindnlp_series() == "0.5")
     if kind is optim.SGD:
         return SGDRule(has_momentum=any(group["momentum"] for group in groups))
-    if kind is Muon:
-        return MuonRule(decoupled=True, epsilon_is_corrected=mindnlp_series() == "0.5")
-    plain: dict[Any, Any] = {LAMB: LAMBRule, LARS: LARSRule}
-    return plain[kind]() if kind in plain else None
+    if kind is LAMB:
+        return LAMBRule()
+    return LARSRule() if kind is LARS else None
 
 
 def _is_elementwise(optimizer: Any) -> bool:

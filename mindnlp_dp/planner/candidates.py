@@ -62,7 +62,6 @@ class Candidates:
     zero_stage: Optional[int]
     schedules: Sequence[str]
     fill: float
-    optimizer: str = "adamw"
     rejected: list[Rejected] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -80,7 +79,7 @@ class Candidates:
     def costs(self, sharing: StageParallelism, firsts: list[int]) -> StageCosts:
         key = (sharing, tuple(firsts))
         if key not in self._costs:
-            self._costs[key] = StageCosts(self.model, self.cluster, sharing, firsts, self.optimizer)
+            self._costs[key] = StageCosts(self.model, self.cluster, sharing, firsts)
         return self._costs[key]
 
     def zero(self, sharing: StageParallelism) -> int:
@@ -95,7 +94,7 @@ class Candidates:
 
     def uniform(self, firsts: list[int]) -> Iterator[Candidate]:
         n = self.cluster.num_devices
-        for pp, sharing in meshes(self.model, n, self.batch, len(firsts), self.reject, optimizer=self.optimizer):
+        for pp, sharing in meshes(self.model, n, self.batch, len(firsts), self.reject):
             name = mesh_name(sharing.mesh(pp))
             least_short = math.inf
             found = False
@@ -210,7 +209,7 @@ class Candidates:
                 [
                     (sharing, recompute)
                     for tp in divisors(size)
-                    if not tensor_problem(self.model, tp, self.optimizer)
+                    if not tensor_problem(self.model, tp)
                     for sharing in [StageParallelism(size // tp, tp)]
                     if total % sharing.dp == 0
                     for recompute in (False, True)
@@ -273,19 +272,13 @@ def most_following(fits: np.ndarray, schedule: str, num: int) -> np.ndarray:
 
 
 def meshes(
-    model: Model,
-    num_devices: int,
-    batch: int,
-    num_layers: int,
-    reject: Callable[[str, str], None],
-    *,
-    optimizer: str = "adamw",
+    model: Model, num_devices: int, batch: int, num_layers: int, reject: Callable[[str, str], None]
 ) -> Iterator[tuple[int, StageParallelism]]:
     """Yield the number of stages and the sharing of each possible mesh; call ``reject`` with each impossible one."""
     for sp, tp in itertools.product(divisors(num_devices), repeat=2):
         if num_devices % (sp * tp):
             continue
-        problem = tensor_problem(model, tp, optimizer)
+        problem = tensor_problem(model, tp)
         if problem:
             if sp == 1:
                 reject(f"tp={tp}", problem)
@@ -305,12 +298,10 @@ def meshes(
                     reject(mesh_name(sharing.mesh(pp)), problem)
 
 
-def mesh_problem(
-    model: Model, pp: int, sharing: StageParallelism, batch: int, num_layers: int, *, optimizer: str = "adamw"
-) -> str:
+def mesh_problem(model: Model, pp: int, sharing: StageParallelism, batch: int, num_layers: int) -> str:
     """Return why a mesh is impossible, apart from memory; "" if it is possible."""
     return (
-        tensor_problem(model, sharing.tp, optimizer)
+        tensor_problem(model, sharing.tp)
         or _stage_problem(model, pp, num_layers)
         or _expert_problem(model, sharing, pp)
         or _sequence_problem(model, sharing, pp)
@@ -318,10 +309,10 @@ def mesh_problem(
     )
 
 
-def tensor_problem(model: Model, tp: int, optimizer: str = "adamw") -> str:
+def tensor_problem(model: Model, tp: int) -> str:
     """Return why tensors cannot be sharded over ``tp`` devices; "" if they can."""
-    if optimizer == "muon" and tp > 1:
-        return "Muon needs each whole matrix, of which ranks would have parts (tp > 1)"
+    if tp > 1 and any(o.matrices for o in model.graph.operators):
+        return "Muon needs each full matrix, of which ranks would have parts"
     for name, number in model.divides.items():
         if number % tp:
             return f"{tp} does not divide {name}, {number}"

@@ -24,7 +24,6 @@ def estimate(
     zero_stage: int = 0,
     recompute: bool = False,
     precision: str = "float32",
-    optimizer: str = "adamw",
 ) -> MemoryUse:
     """Return the bytes of a device of the heaviest stage.
 
@@ -36,7 +35,6 @@ def estimate(
         zero_stage: the ZeRO stage, 0 to 3.
         recompute: whether layers keep only their inputs and recompute the other activations.
         precision: "float32", or "mixed" (half precision, with float32 weights in the optimizer).
-        optimizer: "adamw", or "muon" for the matrices of layers.
 
     Raises:
         ValueError: the sizes do not fit together.
@@ -44,7 +42,7 @@ def estimate(
     stages, firsts = stages_of_mesh(mesh), layers_of(model, len(model.split_points) + 1)
     pp = len(stages)
     for sharing in stages:
-        problem = mesh_problem(model, pp, sharing, batch, len(firsts), optimizer=optimizer)
+        problem = mesh_problem(model, pp, sharing, batch, len(firsts))
         if problem:
             raise ValueError(f"{mesh_name(mesh)}: {problem}")
     samples = batch // stages[0].num_data
@@ -59,7 +57,7 @@ def estimate(
         operators = ends[bounds[number]], ends[bounds[number + 1]] - 1
         use = memory_of(
             model, operators, sharing.tp, sharing.dp, zero_stage, of_stage, recompute, ep=sharing.ep,
-            sp=sharing.sp, in_flight=in_flight, precision=precision, optimizer=optimizer,
+            sp=sharing.sp, in_flight=in_flight, precision=precision,
         )  # fmt: skip
         uses.append(use)
     return max(uses, key=lambda use: use.total)

@@ -117,13 +117,12 @@ class Plans(list[Plan]):
         cluster: the cluster that they run on.
         batch: samples per update.
         num_priced: number of candidates that were priced by formula.
-        optimizer: the optimizer that the plans are for.
     """
 
     def __init__(
         self, plans: Sequence[Plan], rejected: list[Rejected], *, model: Model, cluster: Cluster, batch: int,
-        num_priced: int, optimizer: str = "adamw",
+        num_priced: int,
     ) -> None:  # fmt: skip
         super().__init__(plans)
         self.rejected, self.model, self.cluster, self.batch = rejected, model, cluster, batch
-        self.num_priced, self.optimizer = num_priced, optimizer
+        self.num_priced = num_priced

@@ -40,7 +40,6 @@ def plan(
     schedules: Sequence[str] = SCHEDULES,
     mixed_stages: bool = True,
     fill: float = 0.9,
-    optimizer: str = "adamw",
 ) -> Plans:
     """Find plans for ``batch`` samples per update on all devices of a cluster, and return the best one of each mesh.
 
@@ -49,7 +48,6 @@ def plan(
         schedules: the pipeline schedules to consider.
         mixed_stages: whether stages may have different meshes.
         fill: the fraction of a device's memory that a plan may use; the rest is for the framework.
-        optimizer: "adamw", or "muon" for the matrices of layers; the latter excludes tensor parallelism.
 
     Raises:
         InfeasibleError: No candidate fits into memory; the message names the closest one.
@@ -57,7 +55,7 @@ def plan(
     """
     if not 0 < fill <= 1:
         raise ValueError(f"fill must be a share of the memory above 0 and at most 1, got {fill}")
-    search = Candidates(model, cluster, batch, zero_stage, schedules, fill, optimizer)
+    search = Candidates(model, cluster, batch, zero_stage, schedules, fill)
     candidates = sorted(search.uniform(layers_of(model, _MOST_LAYERS)), key=lambda c: c.seconds)
     if mixed_stages and cluster.num_devices > 1:
         coarse = layers_of(model, min(_COARSE_LAYERS, model.most_stages or _COARSE_LAYERS))
@@ -79,15 +77,7 @@ def plan(
             f"closest is {closest.what}: {closest.why}"
         )
     plans = sorted(played.values(), key=lambda p: p.seconds)
-    return Plans(
-        plans,
-        search.rejected,
-        model=model,
-        cluster=cluster,
-        batch=batch,
-        num_priced=len(candidates),
-        optimizer=optimizer,
-    )
+    return Plans(plans, search.rejected, model=model, cluster=cluster, batch=batch, num_priced=len(candidates))
 
 
 def predict(

@@ -17,7 +17,7 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations")
 
 def run_estimate(args: argparse.Namespace) -> int:
     """Run ``mindnlp-dp estimate``: print a row for each mesh and ZeRO stage; return the exit code."""
-    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank)
+    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank, optimizer=args.optimizer)
     meshes: list[dict[str, Size]] = [dict(parse_mesh(text)) for text in args.mesh]
     if not all(meshes):
         raise ValueError("--mesh is empty; one device is dp=1")
@@ -25,7 +25,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     if not is_given:
         n = args.devices
         meshes = [{"dp": n}, *({axis: n} for axis in ("tp", "pp", "ep", "sp") if n > 1)]
-    options = {"micro_batch": args.micro_batch_size, "precision": args.precision, "optimizer": args.optimizer}
+    options = {"micro_batch": args.micro_batch_size, "precision": args.precision}
     rows: list[dict[str, Any]] = []
     for mesh in meshes:
         try:
@@ -40,10 +40,9 @@ def run_estimate(args: argparse.Namespace) -> int:
             if is_given or mesh == meshes[0]:
                 raise
     trained = "" if model.trained == model.parameters else f" ({model.trained / 1e6:.1f} trained)"
-    named = "" if args.optimizer == "adamw" else f", {args.optimizer}"
     print(
         f"{model.name}: {model.parameters / 1e6:.1f} million parameters{trained}, {model.sequence} tokens a sample, "
-        f"{args.batch} samples an update, {args.precision}{named}; MiB of a device of the heaviest stage"
+        f"{args.batch} samples an update, {args.precision}; MiB of a device of the heaviest stage"
     )
     width = max(len(row["mesh"]) for row in rows) + 2
     head = "".join(f"{name:>13}" for name in (*_COLUMNS, "total", "recomputed", "total"))
@@ -57,7 +56,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     written = [{**row, "kept": _bytes(row["kept"]), "recomputed": _bytes(row["recomputed"])} for row in rows]
     content = {
         "model": model.name, "parameters": model.parameters, "trained": model.trained, "sequence": model.sequence,
-        "batch": args.batch, "optimizer": args.optimizer,
+        "batch": args.batch,
     }  # fmt: skip
     return 0 if write_outputs({**content, "precision": args.precision, "rows": written}, args.json) else 1
 

@@ -29,11 +29,11 @@ def run_plan(args: argparse.Namespace, cluster_keys: Optional[Mapping[str, Any]]
     Args:
         cluster_keys: keys of a cluster that was just measured, used in place of ``args.cluster``.
     """
-    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank)
+    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank, optimizer=args.optimizer)
     cluster = load_cluster(args.cluster if cluster_keys is None else cluster_keys)
     if args.devices:
         cluster = cluster.resized(args.devices)
-    plans = plan(model, cluster, args.batch, zero_stage=args.zero_stage, fill=args.fill, optimizer=args.optimizer)
+    plans = plan(model, cluster, args.batch, zero_stage=args.zero_stage, fill=args.fill)
     print(text_of(plans, args.top))
     return 0 if write_outputs(as_dict(plans), args.json, lambda path: draw(plans, path, args.top), args.plot) else 1
 
@@ -117,8 +117,6 @@ def launch_command(found: Plan, plans: Plans) -> Optional[str]:
         "micro-batch-size": found.micro_batch_size,
         "zero-stage": found.zero_stage,
     }  # fmt: skip
-    if plans.optimizer != "adamw":
-        settings["optimizer"] = plans.optimizer
     if len(found.stages) > 1:
         settings["pipeline-schedule"] = found.schedule
         layers = [stage.blocks or (0, 0) for stage in found.stages]

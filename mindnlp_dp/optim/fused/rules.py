@@ -14,15 +14,16 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import mindspore
 import numpy as np
 
 from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
+from mindnlp_dp.kernels.matmul import product
 from mindnlp_dp.optim.fused.adam_kernel import kernel, step_size
 from mindnlp_dp.optim.fused.block_sums import BlockSums
-from mindnlp_dp.optim.newton_schulz import adjustment, directions, multiplications, orthogonalized
+from mindnlp_dp.optim.newton_schulz import adjustment, directions, multiplications, orthogonalize
 from mindnlp_dp.runtime.arrays import number_of
 
 Group = dict[str, Any]
@@ -44,18 +45,6 @@ class Segment:
     tensors: dict[str, Any] = field(default_factory=dict)
 
 
-class Owners(Protocol):
-    """What a rule needs of :class:`mindnlp_dp.optim.zero.owners.MatrixOwners`."""
-
-    def apply(
-        self,
-        mine: np.ndarray,
-        numels: Mapping[int, int],
-        costs: Mapping[int, int],
-        function: Callable[[int, np.ndarray], np.ndarray],
-    ) -> np.ndarray: ...
-
-
 @dataclass(frozen=True)
 class UpdateContext:
     """Holds the inputs of one update that are not part of a segment.
@@ -69,7 +58,7 @@ class UpdateContext:
         add: A function that combines block sums over the ranks that shard the update.
         used: A mask of the parameters that are updated.
         shapes: The shapes of the parameters.
-        owners: The ranks that compute what needs a full parameter.
+        by_owner: A function that applies another one to full parameters (``MatrixOwners.apply``).
     """
 
     scale: float
@@ -80,7 +69,7 @@ class UpdateContext:
     add: Callable[[np.ndarray], np.ndarray]
     used: np.ndarray
     shapes: Sequence[tuple[int, ...]]
-    owners: Owners
+    by_owner: Callable[[np.ndarray, Mapping[int, int], Callable[[int, np.ndarray], np.ndarray]], np.ndarray]
 
 
 class Rule(abc.ABC):
@@ -190,34 +179,31 @@ class MuonRule(AdamRule):
 
     def apply(self, segments: Sequence[Segment], update: UpdateContext) -> None:
         groups, shapes = update.groups, update.shapes
-        of_matrices = [segment for segment in segments if groups[segment.parts[0].index]["use_muon"]]
-        super().apply([s for s in segments if not groups[s.parts[0].index]["use_muon"]], update)
-        indices = [i for i in map(int, np.flatnonzero(update.used)) if groups[i] is not None and groups[i]["use_muon"]]
-        if not indices:
-            return
-        mine = [np.empty(0, np.float32)]
-        for segment in of_matrices:
+        matrices = [segment for segment in segments if groups[segment.parts[0].index]["use_muon"]]
+        super().apply([segment for segment in segments if not groups[segment.parts[0].index]["use_muon"]], update)
+        used = [index for index in np.flatnonzero(update.used).tolist() if groups[index] and groups[index]["use_muon"]]
+        found = [np.empty(0, np.float32)]
+        for segment in matrices:
             gradient = _gradient(segment, update, with_decay=False)
             for part in segment.parts:
                 momentum = segment.state["momentum_buffer"][part.flat]
                 momentum[:], direction = directions(gradient[part.flat], momentum, groups[part.index])
-                mine.append(direction)
+                found.append(direction)
 
         def orthogonal(index: int, direction: np.ndarray) -> np.ndarray:
-            return orthogonalized(direction.reshape(shapes[index]), groups[index]).reshape(-1)
+            group, axis = groups[index], groups[index]["packed_axis"]
+            parts = np.split(direction, group["num_packed"], axis)
+            return np.concatenate([orthogonalize(part, group, product) for part in parts], axis)
 
-        numels = {index: math.prod(shapes[index]) for index in indices}
-        costs = {index: multiplications(shapes[index], groups[index]) for index in indices}
-        results = update.owners.apply(np.concatenate(mine), numels, costs, orthogonal)
-        begin = 0
-        for segment in of_matrices:
+        costs = {index: multiplications(shapes[index], groups[index]) for index in used}
+        results = update.by_owner(np.concatenate(found), costs, orthogonal) if used else found[0]
+        for segment in matrices:
             for part in segment.parts:
                 group, weights = groups[part.index], segment.weights[part.flat]
                 rate = number_of(group["lr"])
                 weights *= np.float32(1 - rate * group["weight_decay"])
-                scale = np.float32(rate * adjustment(shapes[part.index], group))
-                weights -= scale * results[begin : begin + len(weights)]
-                begin += len(weights)
+                weights -= np.float32(rate * adjustment(shapes[part.index], group)) * results[: len(weights)]
+                results = results[len(weights) :]
 
 
 def _gradient(segment: Segment, update: UpdateContext, *, with_decay: bool) -> np.ndarray:

@@ -61,9 +61,8 @@ class StateShards:
         *,
         is_full: bool,
     ) -> None:
-        self.names = names
-        self._numel = numel
-        self.arrays = {name: self._zeros(name) for theirs in names for name in theirs}
+        self.names, self._numel = names, numel
+        self.arrays = {name: self._zeros(name) for name in sorted({name for each in names for name in each})}
         self.steps = [0] * len(shapes)
         self.shapes = shapes
         self._group = group
@@ -73,10 +72,9 @@ class StateShards:
             self._pieces.setdefault(piece.index, []).append(piece)
 
     def _zeros(self, name: str) -> np.ndarray:
-        if all(name in theirs for theirs in self.names):
-            return aligned_zeros(self._numel, np.float32)
-        # What is not written takes no memory: only some parameters have this array.
-        return np.zeros(self._numel, np.float32)
+        # What is not written of zeros takes no memory: only some parameters may have this array.
+        has_gaps = any(name not in each for each in self.names)
+        return np.zeros(self._numel, np.float32) if has_gaps else aligned_zeros(self._numel, np.float32)
 
     @property
     def has_sharded_moments(self) -> bool:

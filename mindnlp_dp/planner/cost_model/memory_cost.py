@@ -32,8 +32,6 @@ from mindnlp_dp.planner.profiles.operator_graph import (
 # Bytes per parameter: weights, gradients, optimizer. Mixed: weights and gradients of 2 bytes; the optimizer has weights
 # and two moments of 4. In float32, there are the gradient of a backward pass and the sum over an update.
 BYTES = {"mixed": (2, 2, 12), "float32": (4, 8, 8)}
-# Muon has one moment of a matrix, and AdamW two.
-OPTIMIZERS = ("adamw", "muon")
 
 _CUT = (COLUMN, ROW, VOCABULARY, EXPERT)
 
@@ -65,7 +63,7 @@ class SavedActivations:
 def memory_of(  # noqa: PLR0917
     model: Model, stage: Optional[tuple[int, int]] = None, tp: int = 1, dp: int = 1, zero_stage: int = 0,
     micro_batch: int = 1, recompute: bool = False, *, ep: int = 1, sp: int = 1, in_flight: int = 1,
-    precision: str = "mixed", optimizer: str = "adamw",
+    precision: str = "mixed",
 ) -> MemoryUse:  # fmt: skip
     """Estimate the bytes of a device that runs one stage of a pipeline.
 
@@ -80,10 +78,7 @@ def memory_of(  # noqa: PLR0917
         sp: sequence-parallel devices, each with a part of the tokens; ZeRO shards over them, too.
         in_flight: micro-batches between their forward and their backward pass (:func:`most_in_flight`).
         precision: "mixed" or "float32".
-        optimizer: "adamw", or "muon" for the matrices of layers.
     """
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     first, last = stage or (0, len(model.graph.operators) - 1)
     numbers_from_one = {"tp": tp, "dp": dp, "ep": ep, "sp": sp, "micro_batch": micro_batch, "in_flight": in_flight}
     for name, number in numbers_from_one.items():
@@ -104,7 +99,7 @@ def memory_of(  # noqa: PLR0917
         kind: sum(o.parameters / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)
     }
     frozen = {kind: sum(o.frozen / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)}
-    matrices = [sum(matrix_numel(o) / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)]
+    matrices = [sum(o.matrices / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)]
     saved = [saved_of(o, roles[o.name], n) for o in operators]
     value = 2 if precision == "mixed" else 4
     kept = [value * s.values + s.masks for s in saved]
@@ -118,14 +113,8 @@ def memory_of(  # noqa: PLR0917
         activations = micro_batch * in_flight * sum(kept)
     return parameter_memory(
         numbers[False], numbers[True], frozen[False], frozen[True], dp=dp * sp, ep=ep, zero_stage=zero_stage,
-        precision=precision, activations=activations, matrices=matrices if optimizer == "muon" else (0.0, 0.0),
+        precision=precision, activations=activations, matrices=matrices,
     )  # fmt: skip
-
-
-def matrix_numel(operator: Operator) -> float:
-    """Return the number of trained parameters that are matrices of a layer."""
-    is_matrix = operator.layer is not None and operator.kind in ("matmul", "experts")
-    return operator.trained if is_matrix else 0.0
 
 
 def parameter_memory(
@@ -135,8 +124,8 @@ def parameter_memory(
 ) -> MemoryUse:  # fmt: skip
     """Return the memory for these parameters; expert ones are replicated over ``dp``, others over ``dp * ep``.
 
-    Of them, ``frozen`` and ``frozen_experts`` have neither a gradient nor an optimizer state. Of ``matrices``, dense
-    and of experts, the optimizer has a moment of 4 bytes less.
+    Of them, ``frozen`` and ``frozen_experts`` have neither a gradient nor an optimizer state, and ``matrices``, dense
+    and of experts, have one moment in place of two.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")

@@ -18,7 +18,6 @@ from mindnlp_dp.planner.cost_model.memory_cost import (
     MemoryUse,
     entering_values,
     layer_inputs,
-    matrix_numel,
     parameter_memory,
     recomputed_layers,
     saved_of,
@@ -103,16 +102,12 @@ def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
 # Columns of the table: fixed and per-sample seconds (two columns each) of forward compute, backward compute, forward
 # collectives and backward collectives; parameters; expert parameters; bytes kept per sample for the backward pass. With
 # recomputation: fixed and per-sample seconds of the second forward pass (compute, collectives); bytes kept per sample.
-# Of the parameters, those that are frozen. The matrices that Muon updates, dense ones and of experts, and the FLOPs of
-# that (two columns each).
+# Of the parameters, those that are frozen; those that Muon updates, and the FLOPs of that (two columns each, the second
+# for experts).
 _AHEAD, _BACK, _PARAMETERS, _OF_EXPERTS, _KEPT, _AGAIN, _KEPT_INPUTS, _FROZEN, _FROZEN_EXPERTS = (
     4, 6, 8, 9, 10, 11, 15, 16, 17,
 )  # fmt: skip
-_MATRICES, _MATRIX_FLOPS = 18, 20
-_NUM_COLUMNS = 22
-
-# The steps of Muon's iteration.
-MUON_STEPS = 5
+_MATRICES, _MATRIX_FLOPS, _NUM_COLUMNS = 18, 20, 22
 
 
 _known_kinds: weakref.WeakKeyDictionary[Graph, dict[tuple[str, int], Any]] = weakref.WeakKeyDictionary()
@@ -143,15 +138,7 @@ def layers_of(model: Model, most: int) -> list[int]:
 class StageCosts:
     """Prices every contiguous range of layers for one :class:`StageParallelism`."""
 
-    def __init__(
-        self,
-        model: Model,
-        cluster: Cluster,
-        sharing: StageParallelism,
-        firsts: list[int],
-        optimizer: str = "adamw",
-    ) -> None:
-        self._is_muon = optimizer == "muon"
+    def __init__(self, model: Model, cluster: Cluster, sharing: StageParallelism, firsts: list[int]) -> None:
         self.model, self.cluster, self.sharing, self.firsts = model, cluster, sharing, firsts
         axis, n = ("ep", sharing.ep) if sharing.ep > 1 else ("tp", sharing.tp)
         roles = strategies_of(model, axis, n)
@@ -264,13 +251,8 @@ class StageCosts:
         s = self.sharing
         return parameter_memory(
             *numbers, dp=s.dp * s.sp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision,
-            activations=activations, matrices=self._matrices(first, last),
+            activations=activations, matrices=self._run(first, last)[_MATRICES:_MATRIX_FLOPS].tolist(),
         )  # fmt: skip
-
-    def _matrices(self, first: Any, last: Any) -> tuple[Any, Any]:
-        """Return a device's elements of matrices, dense and of experts, if Muon updates them."""
-        run = self._is_muon * self._run(first, last)
-        return run[..., _MATRICES], run[..., _MATRICES + 1]
 
     def most_in_flight(
         self, first: Any, last: Any, micro_batch: int, *, zero_stage: int, recompute: bool, room: float
@@ -279,7 +261,7 @@ class StageCosts:
         s = self.sharing
         fixed = parameter_memory(
             *self.parameters(first, last), *self.frozen(first, last), dp=s.dp * s.sp, ep=s.ep, zero_stage=zero_stage,
-            precision=self.cluster.precision, matrices=self._matrices(first, last),
+            precision=self.cluster.precision, matrices=self._run(first, last)[..., _MATRICES:_MATRIX_FLOPS].T,
         ).total  # fmt: skip
         each, peak = self.activations(first, last, micro_batch), 0.0
         if recompute:
@@ -294,10 +276,10 @@ class StageCosts:
         s, size = self.sharing, self.cluster.bytes_per_value
         exchange = all_reduce(s.num_replicas, size * parameters, self.cluster.link(s.num_replicas, s.tp))
         exchange += all_reduce(s.dp * s.sp, size * of_experts, self.cluster.link(s.dp * s.sp, s.ep))
-        shares = (s.num_replicas, s.dp * s.sp) if zero_stage else (1, 1)
-        numbers = parameters / shares[0] + of_experts / shares[1]
-        dense, experts = self._is_muon * self._run(first, last)[_MATRIX_FLOPS : _MATRIX_FLOPS + 2]
-        flops = float(dense / shares[0] + experts / shares[1])
+        is_sharded = zero_stage > 0
+        numbers = parameters / (s.num_replicas if is_sharded else 1) + of_experts / (s.dp * s.sp if is_sharded else 1)
+        dense, experts = self._run(first, last)[_MATRIX_FLOPS:].tolist()
+        flops = dense / (s.num_replicas if is_sharded else 1) + experts / (s.dp * s.sp if is_sharded else 1)
         return exchange, numbers / self.cluster.update_rate + flops / (self.cluster.flops * self.cluster.efficiency)
 
 
@@ -353,12 +335,9 @@ def _column(operator: Operator, role: str, mesh: DeviceGroup, rates: DeviceRates
     column = np.array(parts + [0.0] * (_NUM_COLUMNS - len(parts)))
     share = operator.frozen / operator.parameters if operator.parameters else 0.0
     column[[_FROZEN, _FROZEN_EXPERTS]] = share * column[[_PARAMETERS, _OF_EXPERTS]]
-    if mine and (numel := matrix_numel(operator)):
-        # Experts have the same sides as a product of these widths, many times.
-        small, large = sorted((operator.width_in, operator.width_out))
-        flops = 2 * MUON_STEPS * numel * (2 * small + small * small / large)
-        at = int(role == EXPERT)
-        column[[_MATRICES + at, _MATRIX_FLOPS + at]] = np.array([numel, flops]) * mine / operator.parameters
+    if mine:
+        of_kind = slice(_MATRICES + (role == EXPERT), None, 2)
+        column[of_kind] = np.array([operator.matrices, operator.update_flops]) * mine / operator.parameters
     return column
 
 

@@ -218,11 +218,9 @@ class DataParallelArgumentsBase(TrainingArguments):
         self._join_group()
         # The libraries know no optimizer of this name.
         is_muon = self.optim == "muon"  # type: ignore[has-type]
-        if is_muon:
-            self.optim = next(each.default for each in dataclasses.fields(TrainingArguments) if each.name == "optim")
+        self.optim = TrainingArguments.optim if is_muon else self.optim
         super().__post_init__()
-        if is_muon:
-            self.optim = "muon"
+        self.optim = "muon" if is_muon else self.optim
 
     def _join_group(self) -> None:
         """Check that these settings are valid for several ranks, and set ``local_rank``."""

@@ -364,17 +364,13 @@ class DataParallelTrainerBase(TrainerInterface):
         # Importing MindNLP's optimizers takes seconds.
         from mindnlp_dp.optim import Muon, muon_groups
 
-        options = (pair.partition("=") for pair in (settings.optim_args or "").replace(" ", "").split(",") if pair)
-        self.optimizer = Muon(
-            muon_groups(self.model, settings.weight_decay),
-            **{
-                "lr": settings.learning_rate,
-                "betas": (settings.adam_beta1, settings.adam_beta2),
-                "adamw_eps": settings.adam_epsilon,
-                "adjust_lr_fn": "match_rms_adamw",
-                **{name: ast.literal_eval(value) for name, _, value in options},
-            },
-        )
+        given = ast.parse(f"dict({settings.optim_args or ''})", mode="eval").body.keywords  # type: ignore[attr-defined]
+        options = {
+            "lr": settings.learning_rate, "betas": (settings.adam_beta1, settings.adam_beta2),
+            "adamw_eps": settings.adam_epsilon, "adjust_lr_fn": "match_rms_adamw",
+            **{option.arg: ast.literal_eval(option.value) for option in given},
+        }  # fmt: skip
+        self.optimizer = Muon(muon_groups(self.model, settings.weight_decay), **options)
         return self.optimizer
 
     def after_optimizer_step(self) -> None:
