@@ -57,7 +57,7 @@ def test_shipped_models_have_their_published_sizes(name):
     model = load_model(name)
     if name in PARAMETERS:
         assert model.parameters / 1e6 == pytest.approx(PARAMETERS[name], rel=1e-3)
-    assert len(model.blocks) == len(model.cuts) + 2
+    assert len(model.blocks) == len(model.split_points) + 2
 
 
 @pytest.mark.core
@@ -410,7 +410,7 @@ def test_operators_are_clustered_by_the_min_max_rule():
 
 def test_a_transformer_is_cut_between_its_layers():
     model = load_model("gpt2")
-    firsts = cluster_layers([o.flops for o in model.graph.operators], crossing(model.graph), 6, cuts=model.cuts)
+    firsts = cluster_layers([o.flops for o in model.graph.operators], crossing(model.graph), 6, split_points=model.split_points)
     names = [model.graph.operators[first].name for first in firsts]
     # The last layer contains the output layer and only one block.
     assert names == ["embeddings.words", *(f"h.{block}.ln_1" for block in (2, 4, 6, 8, 11))]
@@ -439,7 +439,7 @@ def test_boundaries_take_the_best_schedule_of_their_resharding():
 
 def test_costs_of_runs_add_up_and_grow_with_samples():
     model, cluster = load_model(TINY), load_cluster(CLUSTER)
-    firsts = [0, *model.cuts]
+    firsts = [0, *model.split_points]
     costs = StageCosts(model, cluster, StageParallelism(2, 2), firsts)
     whole = costs.times(0, 5, 4)
     parts = [costs.times(a, b, 4) for a, b in ((0, 1), (2, 2), (3, 5))]
@@ -451,7 +451,7 @@ def test_costs_of_runs_add_up_and_grow_with_samples():
 @pytest.mark.parametrize(("kv_heads", "sp", "tp", "copies"), [(4, 2, 1, 1), (2, 4, 1, 2), (1, 2, 1, 2), (2, 2, 2, 2)])
 def test_sequence_parallelism_takes_four_all_to_alls_in_each_pass_of_a_layer(kv_heads, sp, tp, copies):
     model, cluster = load_model({**LLAMA, "num_key_value_heads": kv_heads}), load_cluster(CLUSTER)
-    firsts = [0, *model.cuts]
+    firsts = [0, *model.split_points]
 
     def of_second_layer(sharing, size):
         times = StageCosts(model, cluster, sharing, firsts).times(1, 1, size)
