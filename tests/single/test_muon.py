@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import mindspore
@@ -15,7 +16,7 @@ from mindnlp_dp.optim import Muon, muon_groups
 from mindnlp_dp.optim.flat_updater import FlatUpdater
 from mindnlp_dp.optim.newton_schulz import multiplications, orthogonalize
 from mindnlp_dp.optim.updater_factory import make_updater
-from mindnlp_dp.optim.zero.parameterwise import assign_parameters
+from mindnlp_dp.optim.zero.parameterwise import assign_parameters, owners_of
 from models import tiny_roberta
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (6, 9), (7,), (2, 3, 2, 2)]
@@ -182,6 +183,12 @@ def test_embeddings_among_matrices_are_refused_by_name():
         dp.make_train_step(forward, optimizer, list(model.parameters()), model=model)
 
 
+def busiest(costs, owners):
+    """Return the largest load of an owner, divided by the mean of all owners."""
+    loads = np.bincount(owners, weights=costs)
+    return loads.max() / loads.mean()
+
+
 def llama(hidden, layers, inner, heads, kv_heads):
     kv = hidden // heads * kv_heads
     return [
@@ -203,9 +210,22 @@ def llama(hidden, layers, inner, heads, kv_heads):
 )
 def test_the_busiest_owner_has_at_most_a_tenth_more_than_the_mean(shapes, num_ranks):
     costs = [multiplications(shape, {**PLAIN, "ns_steps": 5}) for shape in shapes]
-    owners = assign_parameters(costs, num_ranks)
-    loads = [sum(cost for cost, owner in zip(costs, owners) if owner == rank) for rank in range(num_ranks)]
-    assert max(loads) <= 1.1 * sum(loads) / num_ranks
+    assert busiest(costs, assign_parameters(costs, num_ranks)) <= 1.1
+    # Where full parameters are assigned, among them an embedding and the norms, matrices have the same owners.
+    parameters = [SimpleNamespace(shape=shape) for shape in (*shapes, (150_000, shapes[0][0]), *[(shapes[0][0],)] * 49)]
+    groups = [{"use_muon": True, "params": parameters[: len(shapes)], **PLAIN, "ns_steps": 5}]
+    groups.append({"use_muon": False, "params": parameters[len(shapes) :]})
+    owners = [owners_of(parameters, groups, num_ranks)[id(p)] for p in parameters]
+    assert busiest(costs, owners[: len(shapes)]) <= 1.1
+    state = [math.prod(p.shape) * (1 if number < len(shapes) else 2) for number, p in enumerate(parameters)]
+    assert busiest(state, owners) * sum(state) / num_ranks <= sum(state) / num_ranks + 2 * 150_000 * shapes[0][0]
+
+
+def test_owners_by_size_would_have_other_loads():
+    shapes = llama(896, 24, 4864, 14, 2)
+    costs = [multiplications(shape, {**PLAIN, "ns_steps": 5}) for shape in shapes]
+    owners = assign_parameters([math.prod(shape) for shape in (*shapes, (151_936, 896))], 4)
+    assert busiest(costs, owners[: len(shapes)]) > 1.3
 
 
 @pytest.mark.skipif(is_0_5, reason="MindNLP 0.4.1's own model")

@@ -411,7 +411,9 @@ def test_operators_are_clustered_by_the_min_max_rule():
 
 def test_a_transformer_is_cut_between_its_layers():
     model = load_model("gpt2")
-    firsts = cluster_layers([o.flops for o in model.graph.operators], crossing(model.graph), 6, split_points=model.split_points)
+    firsts = cluster_layers(
+        [o.flops for o in model.graph.operators], crossing(model.graph), 6, split_points=model.split_points
+    )
     names = [model.graph.operators[first].name for first in firsts]
     # The last layer contains the output layer and only one block.
     assert names == ["embeddings.words", *(f"h.{block}.ln_1" for block in (2, 4, 6, 8, 11))]
