@@ -148,7 +148,8 @@ class Rows:
 def test_the_trainer_takes_muon_saves_and_resumes_with_the_same_digest(group, tmp_path_factory, saving):
     folder = group.broadcast_object(str(tmp_path_factory.mktemp("muon")))
     settings = {
-        "optim": "muon", "optim_args": "momentum=0.9, nesterov=False, ns_coefficients=(3.0, -4.0, 2.0)", "learning_rate": 1e-3, "global_batch_size": 8,
+        "optim": "muon", "optim_args": "momentum=0.9, nesterov=False, ns_coefficients=(3.0, -4.0, 2.0)",
+        "learning_rate": 1e-3, "global_batch_size": 8,
         "per_device_train_batch_size": 8 // group.world_size, "num_train_epochs": 2, **saving,
         "save_strategy": "steps", "save_steps": 2,
     }  # fmt: skip
