@@ -40,6 +40,8 @@ class Muon(mindnlp_api().optim.AdamW):  # type: ignore[misc]
             orthogonalized by itself.
     """
 
+    param_groups: list[dict[str, Any]]
+
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95, *,
         nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),

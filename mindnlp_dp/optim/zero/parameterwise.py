@@ -1,8 +1,7 @@
 """This module shards the update of any optimizer by parameter: each rank runs its code on some full parameters.
 
 Parameters are assigned to ranks by size, as in PyTorch's ZeroRedundancyOptimizer, and matrices of Muon by the cost of
-their update. Each rank has the optimizer state of
-its own parameters only, and sends their new weights to the other ranks.
+their update. Each rank has the optimizer state of its own parameters only, and sends their new weights to the others.
 """
 
 from __future__ import annotations

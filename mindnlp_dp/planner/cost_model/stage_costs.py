@@ -261,7 +261,7 @@ class StageCosts:
         s = self.sharing
         fixed = parameter_memory(
             *self.parameters(first, last), *self.frozen(first, last), dp=s.dp * s.sp, ep=s.ep, zero_stage=zero_stage,
-            precision=self.cluster.precision, matrices=self._run(first, last)[..., _MATRICES:_MATRIX_FLOPS].T,
+            precision=self.cluster.precision, matrices=[*self._run(first, last)[..., _MATRICES:_MATRIX_FLOPS].T],
         ).total  # fmt: skip
         each, peak = self.activations(first, last, micro_batch), 0.0
         if recompute:

@@ -94,7 +94,7 @@ class Operator:
     def update_flops(self) -> float:
         """Return the FLOPs of Muon's five Newton-Schulz steps; those of adapters are few, and not counted."""
         small, large = sorted((self.width_in, self.width_out))
-        return 0.0 if self.frozen or not self.matrices else 10 * self.matrices * (2 * small + small * small / large)
+        return 0.0 if self.frozen or not large else 10 * self.matrices * (2 * small + small * small / large)
 
     @property
     def num_in(self) -> float:

@@ -217,10 +217,10 @@ class DataParallelArgumentsBase(TrainingArguments):
     def __post_init__(self) -> None:
         self._join_group()
         # The libraries know no optimizer of this name.
-        is_muon = self.optim == "muon"  # type: ignore[has-type]
-        self.optim = TrainingArguments.optim if is_muon else self.optim
+        optim: Any = self.optim  # type: ignore[has-type]
+        self.optim = TrainingArguments.optim if optim == "muon" else optim
         super().__post_init__()
-        self.optim = "muon" if is_muon else self.optim
+        self.optim = optim if optim == "muon" else self.optim
 
     def _join_group(self) -> None:
         """Check that these settings are valid for several ranks, and set ``local_rank``."""
