@@ -69,6 +69,15 @@ class Muon(mindnlp_api().optim.AdamW):  # type: ignore[misc]
         if param_group["use_muon"]:
             _check_group(param_group)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the result of another Muon's ``state_dict``; raise ValueError if it is that of another optimizer."""
+        if not all("use_muon" in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                "the saved state is not that of Muon: its groups do not have use_muon; continue with the optimizer "
+                "that saved it, or start without its state"
+            )
+        super().load_state_dict(state_dict)
+
     def step(self, grads: Any = None) -> None:
         """Update every parameter that has a ``grad``; ``grads`` only matches MindNLP's signature and is not used."""
         groups = self.param_groups
@@ -99,10 +108,11 @@ def _check_group(group: Mapping[str, Any]) -> None:
     for name, is_valid, expected in (
         ("momentum", 0 <= group["momentum"] < 1, "from 0 to below 1"),
         ("ns_coefficients", len(group["ns_coefficients"]) == 3, "3 numbers"),
-        ("ns_steps", group["ns_steps"] >= 1, "at least 1"),
+        ("ns_steps", group["ns_steps"] in range(1, 100), "from 1 to 99"),
         ("adjust_lr_fn", group["adjust_lr_fn"] in ADJUSTMENTS, f"one of {ADJUSTMENTS}"),
-        ("num_packed", group["num_packed"] >= 1, "at least 1"),
+        ("num_packed", isinstance(group["num_packed"], int) and group["num_packed"] >= 1, "at least 1"),
         ("packed_axis", group["packed_axis"] in (0, 1), "0 or 1"),
+        ("maximize", not group["maximize"], "False"),
     ):
         if not is_valid:
             raise ValueError(f"{name} must be {expected}, got {group[name]!r}")

@@ -187,14 +187,15 @@ def test_a_hundred_updates_against_mindnlps_own(group, optimizer, zero_stage):
             )
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("zero_stage", [0, 2])
-def test_parameters_that_are_not_used_in_some_updates(group, alone, zero_stage):
+def test_parameters_that_are_not_used_in_some_updates(group, alone, optimizer, zero_stage):
     """They keep their moments and step count, as in PyTorch; old bucket contents of another update are not used."""
-    jobs = [Job("adamw", alone, 0), Job("adamw", group, zero_stage)]
+    jobs = [Job(optimizer, alone, 0), Job(optimizer, group, zero_stage)]
     for job in jobs:
         job.run(3)
         job.run(2, unused=(0, 3))
-        job.run(3, unused=(4,))
+        job.run(3, unused=(4, 5))
         job.run(3)
     assert_same(jobs[1].weights(), jobs[0].weights())
 
@@ -481,9 +482,10 @@ def test_pairs_in_an_optimizers_state_are_saved(group, alone):
     assert all(materialize(state)["range"] == (0.5, 2.0) for state in saved.values())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("zero_stage", [0, 2])
-def test_two_steps_of_one_optimizer_take_turns(group, alone, zero_stage):
-    jobs = [Job("adamw", alone, 0), Job("adamw", group, zero_stage)]
+def test_two_steps_of_one_optimizer_take_turns(group, alone, optimizer, zero_stage):
+    jobs = [Job(optimizer, alone, 0), Job(optimizer, group, zero_stage)]
     for job in jobs:
         job.run(2)
         first = job.step
@@ -557,8 +559,9 @@ def owner_of(array):
     return array
 
 
-def test_buckets_that_are_packed_anew_between_updates(group, alone):
-    jobs = [Job("adamw", alone, 0), Job("adamw", group, 2)]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_buckets_that_are_packed_anew_between_updates(group, alone, optimizer):
+    jobs = [Job(optimizer, alone, 0), Job(optimizer, group, 2)]
     for number, job in enumerate(jobs):
         job.run(3)
         if number:
@@ -608,9 +611,10 @@ def test_an_optimizer_that_every_rank_runs_behind_one_that_shared_weights(group,
     assert_same(jobs[1].weights(), jobs[0].weights())
 
 
-def test_an_optimizers_own_code_between_two_steps_in_flat_arrays(group, alone):
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_an_optimizers_own_code_between_two_steps_in_flat_arrays(group, alone, optimizer):
     """The state moves to the optimizer's own code and back, with all of it on every rank."""
-    jobs = [Job("adam", alone, 0), Job("adam", group, 0)]
+    jobs = [Job(optimizer, alone, 0), Job(optimizer, group, 0)]
     for job in jobs:
         job.run(2)
         job.updater = MindNLPUpdater(job.optimizer, job.sync.parameters)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import mindspore
 import numpy as np
 import pytest
-from library import is_0_5, nn
+from library import is_0_5, nn, optim
 from muon_reference import muon_reference
 
 import mindnlp_dp as dp
@@ -142,9 +142,10 @@ def parameter(*shape):
         (lambda: Muon([parameter(4, 3, 2, 2)]), r"has a parameter of shape \(4, 3, 2, 2\)"),
         (lambda: Muon([parameter(3, 4)], num_packed=3, packed_axis=1), "cannot be split into num_packed=3 equal"),
         (lambda: Muon([parameter(3, 4)], momentum=1.0), "momentum must be from 0 to below 1, got 1.0"),
-        (lambda: Muon([parameter(3, 4)], ns_steps=0), "ns_steps must be at least 1, got 0"),
+        (lambda: Muon([parameter(3, 4)], ns_steps=0), "ns_steps must be from 1 to 99, got 0"),
         (lambda: Muon([parameter(3, 4)], ns_coefficients=(1, 2)), "ns_coefficients must be 3 numbers"),
         (lambda: Muon([parameter(3, 4)], num_packed=0), "num_packed must be at least 1, got 0"),
+        (lambda: Muon([{"params": [parameter(3, 4)], "maximize": True}]), "maximize must be False, got True"),
         (lambda: Muon([parameter(3, 4)], packed_axis=2), "packed_axis must be 0 or 1, got 2"),
         (lambda: Muon([parameter(3, 4)], adjust_lr_fn="rms"), r"adjust_lr_fn must be one of \(None, 'original'"),
     ],
@@ -152,6 +153,12 @@ def parameter(*shape):
 def test_wrong_groups_are_errors_that_say_what_to_do(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    matrix = parameter(3, 4)
+    with pytest.raises(ValueError, match="the saved state is not that of Muon: its groups do not have use_muon"):
+        Muon([matrix]).load_state_dict(optim.AdamW([matrix]).state_dict())
 
 
 def names_of(model, groups):
