@@ -33,7 +33,7 @@ def logits(model):
     ],
     ids=str,
 )
-def test_merged_adapters_are_one_model_with_the_same_logits(monkeypatch, tmp_path, kind, flags):
+def test_export_merges_lora_adapters_into_one_model_with_the_same_logits(monkeypatch, tmp_path, kind, flags):
     folder = chat_models.train_adapters(monkeypatch, tmp_path, kind, *flags, "--max-steps", 20)
     # Adapters that name no folder of their own are found from anywhere.
     monkeypatch.chdir("/")
@@ -52,7 +52,7 @@ def test_merged_adapters_are_one_model_with_the_same_logits(monkeypatch, tmp_pat
 
 
 @pytest.mark.core
-def test_a_model_answers_and_its_training_continues(monkeypatch, tmp_path, capsys):
+def test_generate_answers_and_an_exported_model_has_the_same_eval_loss(monkeypatch, tmp_path, capsys):
     report, _ = chat_models.train(monkeypatch, tmp_path, "qwen base")
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "out"), "say red"]) == 0
@@ -72,7 +72,7 @@ def test_a_model_answers_and_its_training_continues(monkeypatch, tmp_path, capsy
 
 
 @pytest.mark.core
-def test_adapters_are_trained_further(monkeypatch, tmp_path):
+def test_lora_adapters_are_trained_further(monkeypatch, tmp_path):
     folder = chat_models.train_adapters(monkeypatch, tmp_path, "qwen base", "--max-steps", 20)
     first = json.loads((tmp_path / "out/report.json").read_text())
     folder.rename(tmp_path / "given")
@@ -86,7 +86,7 @@ def test_adapters_are_trained_further(monkeypatch, tmp_path):
         chat_models.run(monkeypatch, tmp_path, *flags, "--lora-rank", 8)
 
 
-def test_new_tokens_are_not_for_adapters(monkeypatch, tmp_path):
+def test_lora_with_new_special_tokens_is_refused(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match=r"has no token <\|im_start\|>, and LoRA does not train the embeddings of new"):
         chat_models.save_untrained("gpt2", tmp_path / "base")
         flags = ["--model", tmp_path / "base", "--lora-rank", 4, "--template", "chatml"]

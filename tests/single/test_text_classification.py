@@ -1,3 +1,5 @@
+"""Test the recipe for text classification: files, labels, settings, scores and results."""
+
 from __future__ import annotations
 
 import csv
@@ -31,7 +33,7 @@ def write(path, text):
     return str(path)
 
 
-def test_a_csv_with_commas_quotes_and_line_breaks(tmp_path):
+def test_a_csv_with_commas_quotes_and_line_breaks_is_read(tmp_path):
     path = write(tmp_path / "a.csv", 'text,category\n"one, ""two""\nthree",x\n\nfour,y\n')
     assert read_examples(path) == Examples(['one, "two"\nthree', "four"], ["x", "y"])
 
@@ -41,13 +43,13 @@ def test_quotes_in_a_tsv_are_text(tmp_path):
     assert read_examples(str(path)).texts == ['"not closed', 'said "so"', 'a "b" c']
 
 
-def test_a_tsv_with_the_label_in_front(tmp_path):
+def test_a_tsv_with_the_label_first_is_read(tmp_path):
     path = write(tmp_path / "a.tsv", b"\xef\xbb\xbflabel\ttext_a\n0\tgood day\n")
     assert read_examples(path) == Examples(["good day"], ["0"])
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t")])
-def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
+def test_a_text_longer_than_the_csv_field_limit_is_read(tmp_path, name, delimiter):
     limit = csv.field_size_limit()
     text = "word " * limit
     path = write(tmp_path / name, f"text{delimiter}label\n{text}{delimiter}x\n")
@@ -104,7 +106,7 @@ def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
         ("a.parquet", "text,label\n", "a.parquet is not a Parquet file"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content, message):
+def test_invalid_files_are_refused_with_their_line(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message):
         read_examples(write(tmp_path / name, content))
 
@@ -148,7 +150,7 @@ def test_forms_of_files_that_are_read(tmp_path):
     assert read_examples(str(tmp_path / "a.parquet")) == expected
 
 
-def test_labels_that_are_equal_are_one_class(tmp_path):
+def test_equal_labels_of_different_spelling_are_one_class(tmp_path):
     labels = [1, 1.0, "1", "caf\u00e9", "cafe\u0301", "caf\u00e9\u200b "]
     lines = "".join(json.dumps({"text": "a", "Text": "b", "label": label}) + "\n" for label in labels)
     path = write(tmp_path / "a.jsonl", lines)
@@ -156,7 +158,7 @@ def test_labels_that_are_equal_are_one_class(tmp_path):
     assert set(read_examples(path, Columns("Text")).texts) == {"b"}
 
 
-def test_json_lines_and_columns_by_name(tmp_path):
+def test_json_lines_are_read_with_columns_chosen_by_name(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"Question": "why?", "answer": 3}\n\n{"Question": "how?", "answer": 0}\n')
     assert read_examples(path, Columns("question", "answer")) == Examples(["why?", "how?"], ["3", "0"])
     with pytest.raises(InputError, match="no text column; there is none named text_b, found Question, answer"):
@@ -173,7 +175,7 @@ def saved_dataset(folder):
     return str(folder)
 
 
-def test_a_saved_data_set_with_named_labels(tmp_path):
+def test_a_saved_data_set_with_named_labels_is_read(tmp_path):
     folder = saved_dataset(tmp_path / "saved")
     assert load_examples(folder, "validation") == Examples(["poor", "fine"], ["bad", "good"])
     with pytest.raises(InputError, match="has no split test; it has train, validation"):
@@ -188,7 +190,7 @@ def test_a_saved_data_set_with_named_labels(tmp_path):
         ([[0], [1]], "must be one text or number"),
     ],
 )
-def test_wrong_labels_of_a_data_set(tmp_path, labels, message):
+def test_invalid_labels_of_a_data_set_are_refused(tmp_path, labels, message):
     from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
     names = ClassLabel(names=["bad", "good"])
@@ -198,7 +200,7 @@ def test_wrong_labels_of_a_data_set(tmp_path, labels, message):
         load_examples(str(tmp_path / "saved"), "train")
 
 
-def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):
+def test_a_folder_of_csv_files_is_read_as_a_data_set(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
@@ -206,7 +208,7 @@ def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):
     assert load_examples(str(tmp_path / "data"), "test") == Examples(["test text", "other"], ["x", "y"])
 
 
-def test_a_hub_name_without_a_network_gives_one_sentence(monkeypatch):
+def test_a_hub_name_without_network_is_refused_in_one_sentence(monkeypatch):
     import datasets
     import huggingface_hub
 
@@ -216,7 +218,7 @@ def test_a_hub_name_without_a_network_gives_one_sentence(monkeypatch):
         load_examples("nobody/nothing", "train")
 
 
-def test_a_missing_file_and_a_folder(tmp_path):
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     with pytest.raises(InputError, match="none.csv: the file does not exist"):
         read_examples(str(tmp_path / "none.csv"))
     (tmp_path / "folder.csv").mkdir()
@@ -224,13 +226,13 @@ def test_a_missing_file_and_a_folder(tmp_path):
         read_examples(str(tmp_path / "folder.csv"))
 
 
-def test_an_unknown_label_is_named_with_its_row():
+def test_an_unknown_label_is_refused_with_its_row():
     assert label_ids(["b", "a"], ["a", "b"], "test.csv") == [1, 0]
     with pytest.raises(InputError, match=r"test.csv, row 2: the label 'c' does not occur in the training split"):
         label_ids(["a", "c"], ["a", "b"], "test.csv")
 
 
-def test_cldr_phrases():
+def test_cldr_phrases_are_split_without_overlap():
     train, test = cldr_phrases()
     assert (train, test) == cldr_phrases()
     assert set(train.labels) == set(test.labels) == set(LANGUAGES)
@@ -241,7 +243,7 @@ def test_cldr_phrases():
     assert dict(zip(train.texts + test.texts, train.labels + test.labels))["Deutschland"] == "de"
 
 
-def test_tokens_have_robertas_layout():
+def test_tokens_have_the_layout_of_roberta():
     texts = ["the red house", "the green house", "the red tree", "the green tree"] * 5
     tokenizer = train_tokenizer(texts, vocab_size=300, max_length=6)
     columns, truncated = encode(tokenizer, ["the red house", "the unseen words of a long text"])
@@ -262,7 +264,7 @@ def test_tokenizer_and_splits_are_deterministic():
         np.testing.assert_array_equal(first.test[name], second.test[name])
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+def test_flags_override_the_config_file_and_the_file_the_defaults(tmp_path):
     path = write(tmp_path / "c.yaml", "num_epochs: 7\nlearning_rate: 3e-4\ntune_runtime: false\n")
     config = parse_config(FinetuneConfig, ["--config", path, "--num-epochs", "1.5"])
     assert (config.num_epochs, config.learning_rate, config.tune_runtime, config.seed) == (1.5, 3e-4, False, 42)
@@ -288,7 +290,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         ("train_file: a.csv\ntest_file: b.csv\ndataset: c\n", "are two sources of data; choose one"),
     ],
 )
-def test_what_is_wrong_with_a_config_is_said(tmp_path, content, message):
+def test_invalid_config_files_are_refused(tmp_path, content, message):
     with pytest.raises(InputError, match=message):
         parse_config(FinetuneConfig, ["--config", write(tmp_path / "c.yaml", content)])
 
@@ -306,7 +308,7 @@ def test_what_is_wrong_with_a_config_is_said(tmp_path, content, message):
         (LanguageModelingConfig, "--model a/folder --lora-rank 8", 2e-4),
     ],
 )
-def test_the_learning_rate_follows_the_model(kind, flags, expected):
+def test_the_default_learning_rate_depends_on_the_model(kind, flags, expected):
     assert parse_config(kind, flags.split()).learning_rate == expected
     with pytest.raises(InputError, match="learning_rate must be positive, or 0 for the usual one, got -1.0"):
         parse_config(kind, [*flags.split(), "--learning-rate=-1"])
@@ -321,7 +323,7 @@ def test_every_shipped_config_is_valid(pytestconfig):
         assert all(word in head for word in ("# command", "# hardware", "# time", "# result", "# run")), path
 
 
-def test_files_are_complete_or_not_there(tmp_path):
+def test_atomic_write_leaves_complete_files_or_none(tmp_path):
     target = tmp_path / "out" / "report.json"
     with pytest.raises(RuntimeError), atomic_write(target) as temporary:
         temporary.write_text("half")
@@ -339,7 +341,7 @@ def test_files_are_complete_or_not_there(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
-def test_summary(tmp_path):
+def test_the_summary_shows_memory_synchronization_and_digest(tmp_path):
     report = {
         "world_size": 2, "backend": "mpi", "train_samples_per_second": 800.4, "steps": 20, "global_batch_size": 8,
         "train_seconds": 1.0, "gradient_sync_share": 0.031, "peak_memory_bytes": 3 << 29,
@@ -354,7 +356,7 @@ def test_summary(tmp_path):
     assert "replicas in sync  yes, digest 0123456789abcdef" in text
 
 
-def test_without_matplotlib_everything_else_is_written(tmp_path, monkeypatch, capsys):
+def test_results_without_matplotlib_are_written_without_a_plot(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     write_results(tmp_path / "out", {"history": [], "num_labels": 2}, lambda folder: Path(folder).mkdir())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model", "report.json"]
@@ -387,12 +389,12 @@ def test_every_setting_has_a_help_text():
         ("--lora-rank 4", "lora_rank is for a pretrained model; pass --model FOLDER"),
     ],
 )
-def test_settings_that_do_not_fit_are_errors(flags, message):
+def test_invalid_and_contradicting_flags_are_refused(flags, message):
     with pytest.raises(InputError, match=message):
         parse_config(FinetuneConfig, flags.split())
 
 
-def test_scores_of_classes_in_closed_form():
+def test_class_scores_match_the_closed_form():
     """The class c is neither a label nor predicted; d is predicted only."""
     predictions = np.eye(4)[[0, 0, 1, 3, 1]]
     scores = class_scores(predictions, np.array([0, 0, 0, 1, 1]), "abcd")
@@ -414,7 +416,7 @@ def test_samples_are_chosen_by_the_seed_and_held_out_by_label():
         held_out(np.zeros(1, int), 0.1, 3, "a.jsonl")
 
 
-def test_a_file_without_a_test_file_is_split(tmp_path):
+def test_test_fraction_splits_the_training_file(tmp_path):
     rows = [f"text {number},{'ab'[number % 2]}" for number in range(40)]
     path = write(tmp_path / "a.csv", "\n".join(["text,label", *rows, ""]))
     splits = read_splits(FinetuneConfig(train_file=path, test_fraction=0.25, max_train_samples=7))
@@ -438,7 +440,7 @@ def test_dynamic_padding_trims_to_the_longest_text_of_a_micro_batch():
     assert batch["labels"].tolist() == [1, 1]
 
 
-def test_log_lines():
+def test_log_lines_show_loss_norm_rate_and_speed():
     row = {"loss": 0.51234, "grad_norm": 1, "learning_rate": 2e-3, "epoch": 0.5, "samples_per_second": 431.4}
     line = "update   7/100  epoch   0.50  loss   0.5123  norm    1.000  rate 2.00e-03      431 samples/s"
     assert log_line(row, 7, 100) == line

@@ -102,13 +102,13 @@ def test_a_resumed_run_continues_its_curves(tmp_path, monkeypatch, name):
     assert sorted(resumed["eval/loss"]) == expected["eval/loss"]
 
 
-def test_names():
+def test_unknown_tracker_names_are_refused():
     assert trackers.tracker_names(None) == trackers.tracker_names("none") == trackers.tracker_names(["none"]) == []
     with pytest.raises(ValueError, match="report_to names 'wandb', which is none of tensorboard, swanlab, mlflow"):
         trackers.tracker_names("wandb")
 
 
-def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", (trackers.MLflow, "no_such_package"))
     with pytest.raises(ValueError, match="needs the package no_such_package, which is not installed: pip install"):
         run(tmp_path, "mlflow")
