@@ -86,14 +86,16 @@ def test_matrices_with_owners_are_those_of_one_rank_to_the_bit(group, shapes, op
 
 
 def test_each_rank_has_its_share_of_the_state(group):
-    job = Job(group, MANY, 2)
+    # Slices consist of blocks, of which each of these has many.
+    shapes = [(480, 400), (400, 960), (1300,), (330, 330), (700, 200)]
+    job = Job(group, shapes, 2)
     job.run(1)
     shards = job.updater._state
     mine = sum(
         len(part) for i, names in enumerate(shards.names) for name in names for _, part in shards._parts(i, name)
     )
-    numels = [int(np.prod(shape)) for shape in MANY]
-    whole = sum(numel * (1 if len(shape) == 2 else 2) for numel, shape in zip(numels, MANY))
+    numels = [int(np.prod(shape)) for shape in shapes]
+    whole = sum(numel * (1 if len(shape) == 2 else 2) for numel, shape in zip(numels, shapes))
     assert group.all_reduce(np.array([mine]))[0] == whole
     assert mine <= whole / group.world_size + max(numels)
 

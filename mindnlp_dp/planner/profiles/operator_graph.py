@@ -208,7 +208,8 @@ def with_muon(model: Model) -> Model:
         for o in model.graph.operators
     ]
     flags = model.train_flags and f"{model.train_flags} --optimizer muon"
-    return dataclasses.replace(model, graph=Graph(operators, model.graph.name), train_flags=flags)
+    name = f"{model.name} with Muon"
+    return dataclasses.replace(model, name=name, graph=Graph(operators, model.graph.name), train_flags=flags)
 
 
 # Layers group operators; a pipeline may be cut between layers. The rule is that of Zheng et al., Alpa (OSDI 2022),
