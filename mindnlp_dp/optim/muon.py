@@ -161,8 +161,8 @@ def muon_groups(
         if id(weight) in body - matrices:
             patterns = (PACKED if packed is None else packed).items()
             number = next((number for pattern, number in patterns if re.search(pattern, name)), 1)
-            # The outputs of GPT-2's Conv1D are columns.
-            axis = int(number > 1 and type(module).__name__ == "Conv1D")
+            # The outputs of GPT-2's Conv1D are columns, also in a shard of it, which is refused later.
+            axis = int(number > 1 and (type(module).__name__ == "Conv1D" or weight.shape[0] % number > 0))
             group = {"params": [], "use_muon": True, "num_packed": number, "packed_axis": axis}
             groups.setdefault((number, axis), {**group, "weight_decay": weight_decay})["params"].append(weight)
             matrices.add(id(weight))
