@@ -103,10 +103,12 @@ class FlatUpdater(MindNLPUpdater):
         self._adopt_state(self._new_shards())
         self._matrices = self._new_owners()
 
+    def _state_names(self) -> list[tuple[str, ...]]:
+        return [self._rule.names_of(group) for group in self._groups()]
+
     def _new_shards(self) -> StateShards:
-        names = [self._rule.names_of(group) for group in self._groups()]
         return StateShards(
-            names, self._shapes, self.partition.updated, self.partition.state_numel, self._group,
+            self._state_names(), self._shapes, self.partition.updated, self.partition.state_numel, self._group,
             is_full=self.zero_stage == 0,
         )  # fmt: skip
 
@@ -120,7 +122,8 @@ class FlatUpdater(MindNLPUpdater):
 
     def receive(self, gradients: Optional[np.ndarray], synchronizer: Any) -> Optional[np.ndarray]:
         self._scale = 1.0
-        if self._sync.buckets is not self.partition.buckets:
+        # A matrix may have joined a group that AdamW or Muon updates.
+        if self._sync.buckets is not self.partition.buckets or self._state.names != self._state_names():
             self._arrange()
             self.partition.read_sums()
         return gradients

@@ -134,6 +134,20 @@ def test_state_continues_at_another_stage_and_world_size(group, first, second):
         same(after.run(4), expected)
 
 
+def test_a_matrix_that_joins_later_has_momentum_that_is_saved(group):
+    with alone() as single:
+        jobs = [Job(single, MANY, 0), Job(group, MANY, 2)]
+        late = [job.optimizer.param_groups[0]["params"].pop(0) for job in jobs]
+        jobs[0].run(2)
+        jobs[0].optimizer.param_groups[0]["params"].append(late[0])
+        expected = jobs[0].run(2)
+    jobs[1].run(2)
+    jobs[1].optimizer.param_groups[0]["params"].append(late[1])
+    same(jobs[1].run(2), expected)
+    number = len(jobs[1].optimizer.param_groups[0]["params"]) - 1
+    assert set(jobs[1].updater.optimizer_state()["state"][number]) == {"momentum_buffer", "step"}
+
+
 class Rows:
     def __init__(self, count):
         rng = np.random.default_rng(0)
