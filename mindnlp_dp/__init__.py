@@ -108,7 +108,7 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(
                 f"{__name__}.{name} is for models of MindNLP 0.4, and MindNLP {mindnlp_series()} is installed, whose "
-                "models are whole on every rank here"
+                "models are not sharded here"
             )
         try:
             value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -97,7 +97,7 @@ def crashed(*args, **settings):
     # Threads of all ranks complete it when the next one is written, at the latest.
     is_late = settings.get("async_save") and settings.get("sharded_checkpoints")
     with pytest.raises(KeyboardInterrupt), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the last checkpoint is not complete", RuntimeWarning)
+        warnings.filterwarnings("ignore", "the last checkpoint is incomplete", RuntimeWarning)
         trained_by_trainer(*args, callbacks=[Stop(3 if is_late else 2)], **settings)
     args[0].barrier()
 

@@ -23,7 +23,7 @@ def run_export(output_dir: Path, destination: Path, merge_lora: bool, base: str)
         raise InputError(
             f"{folder} has adapters, which belong to another model: pass --merge-lora to write both as one model"
             if has_adapters
-            else f"{folder} has no adapters to merge: it is a whole model already; leave out --merge-lora"
+            else f"{folder} has no adapters to merge: it is a full model already; leave out --merge-lora"
         )
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise InputError(f"{destination} exists and is not an empty folder; name a new one")

@@ -137,7 +137,9 @@ def train(
     )
     if group.is_main:
         if task.num_truncated:
-            print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
+            print(
+                f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were truncated"
+            )
         if task.num_without_labels:
             print(f"{task.num_without_labels} texts have no completion left, and were left out")
         if task.ignored_keys:

@@ -81,7 +81,7 @@ def make_updater(
         synchronizer.before_packing = lambda: None
     reason = _why_unsharded(optimizer, synchronizer)
     if zero_stage not in (0, "auto") and reason:
-        raise ValueError(f"zero_stage={zero_stage} cannot be: {reason}; leave it out, or set it to 0")
+        raise ValueError(f"zero_stage={zero_stage} is not supported: {reason}; leave it out, or set it to 0")
     if isinstance(optimizer, mindspore.nn.Optimizer):
         unshare(synchronizer.parameters)
         return MindSporeUpdater(optimizer, synchronizer.parameters)
@@ -136,9 +136,9 @@ def _check_scope(optimizer: Any, synchronizer: Synchronizer, scope: ModelScope) 
     if not isinstance(synchronizer, (GradientSynchronizer, MultiGroupSynchronizer)):
         raise ValueError("MindSpore's reducer exchanges gradients over all ranks, but some ranks have other shards")
     if isinstance(optimizer, (LAMB, LARS, Muon)) and scope.has_sharded_parameters:
-        needed = "each full matrix" if isinstance(optimizer, Muon) else "the norm of each full parameter"
+        needed = "full matrices" if isinstance(optimizer, Muon) else "the norm of each whole parameter"
         raise ValueError(
-            f"{type(optimizer).__name__} needs {needed}, of which ranks have parts (tp > 1); use AdamW, Adam or SGD"
+            f"{type(optimizer).__name__} needs {needed}, and each rank has a part of them (tp > 1); use AdamW, Adam or SGD"
         )
 
 
@@ -147,18 +147,18 @@ def _check_agreement(optimizer: Any, synchronizer: Synchronizer, zero_stage: Uni
     mine = {"zero_stage": repr(zero_stage), "the optimizer": type(optimizer).__qualname__}
     if not isinstance(optimizer, mindspore.nn.Optimizer):
         plain = (int, float, str, tuple, list, type(None))
-        mine["what its groups say"] = repr(
+        mine["the settings of its groups"] = repr(
             [{name: v for name, v in sorted(group.items()) if name != "params" and isinstance(v, plain)}
              for group in optimizer.param_groups]
         )  # fmt: skip
-        mine["its hooks or step"] = "as its class has them" if is_untouched(optimizer) else "others"
+        mine["its hooks or step"] = "unchanged" if is_untouched(optimizer) else "others"
     mine["dispatch of operators"] = "synchronous" if _dispatches_synchronously() else "asynchronous"
     for rank, theirs in enumerate(everyone := synchronizer.group.all_gather_object(mine)):
         for what, first in everyone[0].items():
             if theirs.get(what) != first:
                 raise ValueError(
-                    f"ranks must update in the same way: {what} is {first} on rank 0, and {theirs.get(what)} on rank "
-                    f"{rank}; make the optimizer and the step the same way on every rank"
+                    f"ranks must have the same optimizer settings: {what} is {first} on rank 0, and "
+                    f"{theirs.get(what)} on rank {rank}; make the optimizer and the step the same way on every rank"
                 )
 
 
@@ -201,7 +201,7 @@ def _warn_of_small_types(optimizer: Any, synchronizer: Synchronizer) -> None:
     if is_adam and synchronizer.group.is_main and any(dtype_name(p) == "float16" for p in synchronizer.parameters):
         warnings.warn(
             f"{type(optimizer).__name__} keeps its moments in the parameters' type, and float16 makes zero of the "
-            "square of any gradient below 2.4e-4: it will not train what it trains in float32. Train in float32, or "
+            "square of any gradient below 2.4e-4: training differs from training in float32. Train in float32, or "
             "use SGD",
             RuntimeWarning,
             stacklevel=3,

@@ -83,7 +83,7 @@ def train(
         callbacks=[recorder, *callbacks(config)],
     )
     if group.is_main and task.num_truncated:
-        print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
+        print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were truncated")
     output = job.train(trainer, config)
     report = make_report(trainer, output, recorder, config, task)
     compare_with_plan(report, config)

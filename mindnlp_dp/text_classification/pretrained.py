@@ -47,7 +47,7 @@ def load_classifier(
     for weight, saved, expected in found["mismatched_keys"]:
         if weight.startswith(base) or not hasattr(model, model.base_model_prefix):
             raise InputError(
-                f"the model {name} cannot be loaded: {weight} has the sizes {tuple(saved)}, and config.json says "
+                f"the model {name} cannot be loaded: {weight} has shape {tuple(saved)}, but config.json says "
                 f"{tuple(expected)}"
             )
     head = {weight for weight, _ in model.named_parameters() if not weight.startswith(base)}

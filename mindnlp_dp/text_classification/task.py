@@ -62,7 +62,7 @@ def read_splits(config: TaskConfig) -> LabelledSplits:
     train, test, train_name, test_name = _read(config)
     label_names = sorted(set(train.labels))
     if len(label_names) < 2:
-        raise InputError(f"{train_name}: all rows have the label {label_names[0]!r}; there is nothing to tell apart")
+        raise InputError(f"{train_name}: all rows have the label {label_names[0]!r}; there is nothing to classify")
     train_labels, test_labels = (
         np.array(label_ids(split.labels, label_names, name), np.int64)
         for split, name in ((train, train_name), (test, test_name))

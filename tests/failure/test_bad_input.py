@@ -23,7 +23,7 @@ MISTAKES = {
         GOOD, GOOD + "a,new\n", [], "test.csv, row 7: the label 'new' does not occur in the training split",
     ),
     "empty split": (GOOD, "text,label\n", [], "test.csv: it has no rows below the header"),
-    "one label": ("text,label\na,x\nb,x\n", GOOD, [], "all rows have the label 'x'; there is nothing to tell apart"),
+    "one label": ("text,label\na,x\nb,x\n", GOOD, [], "all rows have the label 'x'; there is nothing to classify"),
 }  # fmt: skip
 
 

@@ -266,6 +266,6 @@ def test_jobs_see_their_devices_in_ascending_order(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("devices", [[0], [1, 1], []])
 def test_devices_that_cannot_be(tmp_path, devices):
-    with pytest.raises(ValueError, match="--devices takes two different numbers or more, such as 0,1; got"):
+    with pytest.raises(ValueError, match="--devices takes two or more different numbers, such as 0,1; got"):
         device_report.run_device_report(devices, tmp_path / "report.md")
     assert not (tmp_path / "report.md").exists()

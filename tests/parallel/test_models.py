@@ -82,7 +82,7 @@ def masked_lm(seed=1):
 
 
 def test_a_loss_that_averages_tokens_and_tied_weights(group, tmp_path):
-    """RoBERTa's masked language model averages over labelled tokens only, and ties its decoder to its embedding."""
+    """RoBERTa's masked language model averages over labeled tokens only, and ties its decoder to its embedding."""
     together, single = together_and_alone(group, tmp_path, masked_lm, MaskedRows(8 * group.world_size), ByMaskedTokens)
     tied = all_names(together.model)
     assert tied["lm_head.decoder.weight"] is tied["roberta.embeddings.word_embeddings.weight"]

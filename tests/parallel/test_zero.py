@@ -727,7 +727,7 @@ def test_ranks_that_would_update_in_different_ways(group, what):
         optimizer.step = lambda grads=None: None
     sync = dp.GradientSynchronizer(parameters, group, overlap=False)
     with pytest.raises(
-        ValueError, match=rf"ranks must update in the same way: .* on rank {group.world_size - 1}; make"
+        ValueError, match=rf"ranks must have the same optimizer settings: .* on rank {group.world_size - 1}; make"
     ):
         make_updater(optimizer, sync, 2 if differs and what == "zero_stage" else "auto")
 

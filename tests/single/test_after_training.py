@@ -102,7 +102,7 @@ def test_export_and_generate_report_invalid_arguments_and_folders(monkeypatch, t
 
     assert "nowhere has no model: expected config.json or adapter_config.json" in error("generate", "nowhere", "a")
     merges = ["export", tmp_path / "base", tmp_path / "new", "--merge-lora"]
-    assert "has no adapters to merge: it is a whole model already; leave out --merge-lora" in error(*merges)
+    assert "has no adapters to merge: it is a full model already; leave out --merge-lora" in error(*merges)
     assert "exists and is not an empty folder" in error("export", tmp_path / "base", tmp_path / "base")
     assert "the prompt has 200 tokens; expected at least 1, and less than 128" in error(
         "generate", tmp_path / "base", "<|im_end|>" * 200, "--raw"

@@ -254,5 +254,5 @@ def test_tensor_parallelism_is_refused_in_a_sentence():
     matrix = parameter(3, 4)
     synchronizer = dp.GradientSynchronizer([matrix], dp.init_process_group(), overlap=False)
     scope = SimpleNamespace(is_full=False, has_sharded_parameters=True)
-    with pytest.raises(ValueError, match=r"Muon needs each full matrix, of which ranks have parts \(tp > 1\)"):
+    with pytest.raises(ValueError, match=r"Muon needs full matrices, and each rank has a part of them \(tp > 1\)"):
         make_updater(Muon([matrix]), synchronizer, 0, scope=scope)

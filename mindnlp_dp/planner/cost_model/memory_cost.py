@@ -83,11 +83,11 @@ def memory_of(  # noqa: PLR0917
     numbers_from_one = {"tp": tp, "dp": dp, "ep": ep, "sp": sp, "micro_batch": micro_batch, "in_flight": in_flight}
     for name, number in numbers_from_one.items():
         if number < 1:
-            raise ValueError(f"{name} must be from 1 on, got {number}")
+            raise ValueError(f"{name} must be at least 1, got {number}")
     if not 0 <= first <= last < len(model.graph.operators):
         raise ValueError(f"stage must be operators (first, last) of 0 to {len(model.graph.operators) - 1}, got {stage}")
     if tp > 1 and ep > 1:
-        raise ValueError(f"experts are spread with data parallelism alone, got tp={tp} and ep={ep}")
+        raise ValueError(f"expert parallelism is supported only with data parallelism, got tp={tp} and ep={ep}")
     roles = strategies_of(model, "ep" if ep > 1 else "tp", max(tp, ep))
     model = with_split_tokens(model, sp, tp)
     operators = model.graph.operators[first : last + 1]

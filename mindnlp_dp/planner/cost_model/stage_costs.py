@@ -69,7 +69,7 @@ class StageParallelism:
         return mesh_name(self.mesh())
 
     def mesh(self, pp: int = 1) -> dict[str, int]:
-        """Return the sizes for ``--mesh``; the axes that communicate most come last, on neighbours within a host."""
+        """Return the sizes for ``--mesh``; the axes that communicate most come last, on neighbors within a host."""
         sizes = {"pp": pp, "dp": self.dp, "ep": self.ep, "sp": self.sp, "tp": self.tp}
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
 
@@ -94,7 +94,7 @@ def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
         or not isinstance(pp, int)
         or any(len(size) not in (1, pp) for size in sizes.values())
     ):
-        raise ValueError(f"a mesh has axes dp, pp, ep, sp, tp, each from 1 on, or of as many stages; got {dict(mesh)}")
+        raise ValueError(f"a mesh has axes dp, pp, ep, sp, tp, each at least 1, or of as many stages; got {dict(mesh)}")
     by_stage = {axis: size if len(size) == pp else size * pp for axis, size in sizes.items() if axis != "pp"}
     return [StageParallelism(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
 

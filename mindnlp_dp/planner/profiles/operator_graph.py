@@ -185,7 +185,7 @@ def with_lora(model: Model, rank: int) -> Model:
     device repeats, such as a router, and experts get none.
     """
     if rank < 1:
-        raise ValueError(f"the rank of LoRA's adapters must be from 1 on, got {rank}")
+        raise ValueError(f"the rank of LoRA's adapters must be at least 1, got {rank}")
     operators = []
     for o in model.graph.operators:
         new = dataclasses.replace(o, frozen=o.parameters)
@@ -213,7 +213,7 @@ def with_muon(model: Model) -> Model:
 
 
 # Layers group operators; a pipeline may be cut between layers. The rule is that of Zheng et al., Alpa (OSDI 2022),
-# section 5.2: minimise the largest activation that crosses a cut, where no layer's work exceeds the average by more
+# section 5.2: minimize the largest activation that crosses a cut, where no layer's work exceeds the average by more
 # than a given fraction; of equal solutions, take the most even one.
 
 
@@ -247,7 +247,7 @@ def cluster_layers(
     n = len(work)
     places = [0, *sorted(set(range(1, n) if split_points is None else split_points)), n]
     if not 1 <= num_layers <= len(places) - 1:
-        raise ValueError(f"{n} operators with {len(places) - 2} cuts cannot be {num_layers} layers")
+        raise ValueError(f"{n} operators with {len(places) - 2} cuts do not make {num_layers} layers")
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(work, np.float64))])[places]
     price = np.asarray(across, np.float64)[places]
     limit = max((1 + slack) * sums[-1] / num_layers, _least_largest(sums, num_layers)) * (1 + 1e-12)

@@ -95,7 +95,7 @@ class DataParallelArgumentsBase(TrainingArguments):
         default=False,
         metadata={
             "help": "Causal language models: compute the output layer and the loss in chunks of tokens, so that the "
-            "logits of all tokens never exist; in training the outputs have none."
+            "logits of all tokens are never in memory; outputs have no logits in training."
         },
     )
     powersgd_rank: int = field(default=DEFAULT_RANK, metadata={"help": "The rank of PowerSGD's approximation."})

@@ -252,7 +252,10 @@ class TrainingLoop:
             self._log_evaluate_save()
         if position.epoch_done and position.update == 0:
             if self.world.is_main:
-                print(f"epoch {position.epoch} holds no batches; training stops at step {trainer.state.global_step}")
+                print(
+                    f"the data set is empty in epoch {position.epoch}; training stops at step "
+                    f"{trainer.state.global_step}"
+                )
             trainer.control.should_training_stop = True
         position.ending_epoch = True
         position.epoch_done |= self.agree.agreed["should_epoch_stop"] or position.update == self.updates_per_epoch
@@ -528,9 +531,12 @@ class TrainingLoop:
         if self.trainer.world.is_main:
             where = f"this run was stopped at update {state.global_step} of {total}"
             if stopped_early:
-                print(f"{where} by early stopping, and has ended: nothing is left to train", flush=True)
+                print(f"{where} by early stopping, and is complete: there is nothing left to train", flush=True)
             elif is_restarted:
-                print(f"{where}, before its job was restarted, and has ended: nothing is left to train", flush=True)
+                print(
+                    f"{where}, before its job was restarted, and is complete: there is nothing left to train",
+                    flush=True,
+                )
             else:
                 print(f"{where}; it is resumed there, and continues to its end", flush=True)
         return is_restarted or stopped_early
