@@ -138,7 +138,8 @@ def _check_scope(optimizer: Any, synchronizer: Synchronizer, scope: ModelScope) 
     if isinstance(optimizer, (LAMB, LARS, Muon)) and scope.has_sharded_parameters:
         needed = "full matrices" if isinstance(optimizer, Muon) else "the norm of each whole parameter"
         raise ValueError(
-            f"{type(optimizer).__name__} needs {needed}, and each rank has a part of them (tp > 1); use AdamW, Adam or SGD"
+            f"{type(optimizer).__name__} needs {needed}, and each rank has a part of them (tp > 1); "
+            "use AdamW, Adam or SGD"
         )
 
 
