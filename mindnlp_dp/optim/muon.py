@@ -157,7 +157,7 @@ def muon_groups(
     groups: dict[tuple[int, int], dict[str, Any]] = {}
     matrices: set[int] = set()
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         if id(weight) in body - matrices:
             patterns = (PACKED if packed is None else packed).items()
             number = next((number for pattern, number in patterns if re.search(pattern, name)), 1)
