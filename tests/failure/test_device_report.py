@@ -29,14 +29,14 @@ def all_reduce(self, x, op="sum", **options):
 ProcessGroup.all_reduce = all_reduce
 """
 WRONG_WEIGHT = """
-from mindnlp_dp.data_parallel.synchronizer_base import BufferedAccumulator
+from mindnlp_dp.data_parallel.synchronizer_base import BufferedSynchronizer
 
-right = BufferedAccumulator.accumulate
+right = BufferedSynchronizer.accumulate
 
 def accumulate(self, gradients, weight=1.0, *rest, **options):
     return right(self, gradients, 3 * weight if self.group.rank == 1 else weight, *rest, **options)
 
-BufferedAccumulator.accumulate = accumulate
+BufferedSynchronizer.accumulate = accumulate
 """
 # A device may sum in another order in each job and in each kind of collective: last bits differ, the same on all ranks.
 ROUNDS_OTHERWISE = """
