@@ -236,6 +236,9 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--sequence", type=_positive, metavar="S", help="tokens per sample (default: the model's positions)"
     )
     command.add_argument(
+        "--optimizer", choices=("adamw", "muon"), default="adamw", help="of the matrices of layers (default: adamw)"
+    )
+    command.add_argument(
         "--lora-rank", type=_positive, metavar="R",
         help="train LoRA adapters of this rank in all linear layers, and freeze all other weights",
     )  # fmt: skip

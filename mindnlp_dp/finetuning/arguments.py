@@ -21,6 +21,8 @@ def training_arguments(config: ParallelConfig, mesh: dp.DeviceMesh, **more: Any)
         EVAL_STRATEGY: "steps" if config.eval_steps else "epoch",
         "save_strategy": "steps" if config.save_steps else "no",
     }
+    if config.optimizer == "muon":
+        more["optim"] = "muon"
     if metric := config.metric_to_keep:
         # The library compares models when it evaluates them, so they are saved then.
         when.update(
@@ -135,8 +137,8 @@ def _layers(text: str) -> Union[bool, str, list[str]]:
 
 
 def build_optimizer(config: ParallelConfig, model: Any) -> Any:
-    """Return the optimizer of a job, or None for the Trainer's default, AdamW."""
-    if config.optimizer == "adamw":
+    """Return the optimizer of a job, or None for those that the Trainer makes from its arguments."""
+    if config.optimizer in ("adamw", "muon"):
         return None
     from mindnlp_dp.optim import LAMB, LARS, parameter_groups
 

@@ -18,7 +18,7 @@ from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
 # The name of the small models with random weights that the recipes train without a pretrained one.
 FROM_SCRATCH = "tiny"
-OPTIMIZERS = ("adamw", "lamb", "lars")
+OPTIMIZERS = ("adamw", "muon", "lamb", "lars")
 # MindNLP's; "cosine_with_min_lr" needs another setting, and is left out.
 SCHEDULES_OF_RATES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -128,7 +128,7 @@ class ParallelConfig(RunConfig):
     )
     use_rslora: bool = setting(False, "rank-stabilized LoRA: multiply by lora_alpha / sqrt(lora_rank) instead")
     use_dora: bool = setting(False, "DoRA: also train the norms of the layers' weights")
-    optimizer: str = setting("adamw", "adamw; or lamb or lars, for large batches")
+    optimizer: str = setting("adamw", "adamw; muon; or lamb or lars, for large batches")
     save_steps: int = setting(0, "number of updates between two checkpoints, of which the last two are kept; 0: none")
     async_save: bool = setting(False, "write checkpoints while training continues; needs their size in memory")
     sharded_checkpoints: bool = setting(

@@ -126,7 +126,7 @@ def _check_scope(optimizer: Any, synchronizer: Synchronizer, scope: ModelScope) 
     """Raise ValueError if this optimizer cannot update a model that is sharded over ranks."""
     if scope.is_full:
         return
-    from mindnlp_dp.optim import LAMB, LARS
+    from mindnlp_dp.optim import LAMB, LARS, Muon
 
     if isinstance(optimizer, mindspore.nn.Optimizer):
         raise ValueError(
@@ -135,10 +135,11 @@ def _check_scope(optimizer: Any, synchronizer: Synchronizer, scope: ModelScope) 
         )
     if not isinstance(synchronizer, (GradientSynchronizer, MultiGroupSynchronizer)):
         raise ValueError("MindSpore's reducer exchanges gradients over all ranks, but some ranks have other shards")
-    if isinstance(optimizer, (LAMB, LARS)) and scope.has_sharded_parameters:
+    if isinstance(optimizer, (LAMB, LARS, Muon)) and scope.has_sharded_parameters:
+        needed = "full matrices" if isinstance(optimizer, Muon) else "the norm of each whole parameter"
         raise ValueError(
-            f"{type(optimizer).__name__} needs the norm of each whole parameter, and each rank has a part of them "
-            "(tp > 1); use AdamW, Adam or SGD"
+            f"{type(optimizer).__name__} needs {needed}, and each rank has a part of them (tp > 1); "
+            "use AdamW, Adam or SGD"
         )
 
 
@@ -178,6 +179,19 @@ def warn_of_parameters_left_out(optimizer: Any, named: Iterable[tuple[str, Any]]
             "are to stay as they are, set requires_grad = False",
             RuntimeWarning,
             stacklevel=3,
+        )
+
+
+def check_matrices(optimizer: Any, model: Any) -> None:
+    """Raise ValueError if :class:`~mindnlp_dp.optim.Muon` would orthogonalize an embedding of this model."""
+    from mindnlp_dp.optim.muon import embedding_names
+
+    embeddings = embedding_names(model)
+    matrices = [id(p) for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]]
+    if wrong := [embeddings[p] for p in matrices if p in embeddings]:
+        raise ValueError(
+            f"{wrong[0]!r} is an embedding, which Muon does not suit; put it into a group with use_muon=False, or take "
+            "the groups of mindnlp_dp.optim.muon_groups(model)"
         )
 
 
@@ -272,21 +286,22 @@ def rule_for(optimizer: Any, synchronizer: Synchronizer) -> Optional[Any]:
     """
     if not isinstance(synchronizer, GradientSynchronizer) or synchronizer.compression == "powersgd":
         return None
-    from mindnlp_dp.optim import LAMB, LARS
-    from mindnlp_dp.optim.fused.rules import AdamRule, LAMBRule, LARSRule, SGDRule
+    from mindnlp_dp.optim import LAMB, LARS, Muon
+    from mindnlp_dp.optim.fused.rules import AdamRule, LAMBRule, LARSRule, MuonRule, SGDRule
 
     optim, kind, groups = mindnlp_api().optim, type(optimizer), optimizer.param_groups
     if any(dtype_name(p) != "float32" or isinstance(p, mindspore.Parameter) for p in synchronizer.parameters):
         return None
     if not is_untouched(optimizer):
         return None
-    if kind in (optim.AdamW, optim.Adam):
+    if kind in (optim.AdamW, optim.Adam, Muon):
         # MindNLP 0.5's groups contain this setting.
-        decoupled = {bool(group.get("decoupled_weight_decay", kind is optim.AdamW)) for group in groups}
+        decoupled = {bool(group.get("decoupled_weight_decay", kind is not optim.Adam)) for group in groups}
         betas = [beta for group in groups for beta in group["betas"]]
         if len(decoupled) > 1 or not all(isinstance(beta, (int, float)) for beta in betas):
             return None
-        return AdamRule(decoupled=decoupled.pop(), epsilon_is_corrected=mindnlp_series() == "0.5")
+        rule = MuonRule if kind is Muon else AdamRule
+        return rule(decoupled=decoupled.pop(), epsilon_is_corrected=mindnlp_series() == "0.5")
     if kind is optim.SGD:
         return SGDRule(has_momentum=any(group["momentum"] for group in groups))
     if kind is LAMB:

@@ -311,6 +311,8 @@ def mesh_problem(model: Model, pp: int, sharing: StageParallelism, batch: int, n
 
 def tensor_problem(model: Model, tp: int) -> str:
     """Return why tensors cannot be sharded over ``tp`` devices; "" if they can."""
+    if tp > 1 and any(o.matrices for o in model.graph.operators):
+        return "Muon needs full matrices, and each rank would have a part of them"
     for name, number in model.divides.items():
         if number % tp:
             return f"{tp} does not divide {name}, {number}"

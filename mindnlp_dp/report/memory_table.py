@@ -17,7 +17,7 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations")
 
 def run_estimate(args: argparse.Namespace) -> int:
     """Run ``mindnlp-dp estimate``: print a row for each mesh and ZeRO stage; return the exit code."""
-    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank)
+    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank, optimizer=args.optimizer)
     meshes: list[dict[str, Size]] = [dict(parse_mesh(text)) for text in args.mesh]
     if not all(meshes):
         raise ValueError("--mesh is empty; one device is dp=1")

@@ -29,7 +29,7 @@ def run_plan(args: argparse.Namespace, cluster_keys: Optional[Mapping[str, Any]]
     Args:
         cluster_keys: keys of a cluster that was just measured, used in place of ``args.cluster``.
     """
-    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank)
+    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank, optimizer=args.optimizer)
     cluster = load_cluster(args.cluster if cluster_keys is None else cluster_keys)
     if args.devices:
         cluster = cluster.resized(args.devices)

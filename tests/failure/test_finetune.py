@@ -76,6 +76,7 @@ SETTINGS = {
     "class weights": "--class-weights balanced --eval-steps 4 --save-best macro_f1 --dropout 0.1 --lr-scheduler cosine",
     "smoothing": "--label-smoothing 0.1 --early-stopping 1 --lr-scheduler reduce_lr_on_plateau",
     "by length": "--group-by-length --dropout 0.1 --lr-scheduler inverse_sqrt",
+    "muon": "--optimizer muon --micro-batch-size 2 --zero-stage 2",
     "LoRA": "--model MODEL --lora-rank 4 --lora-targets query,value",
     "more of LoRA": "--model MODEL",
     "decoder": "--model MODEL",

@@ -40,7 +40,7 @@ def report_of(folder, num_ranks, *flags):
     return [*losses, report["eval_loss"]], report
 
 
-@pytest.fixture(scope="module", params=["", "--packing", "--lora-rank 4"])
+@pytest.fixture(scope="module", params=["", "--packing", "--lora-rank 4", "--optimizer muon --micro-batch-size 4"])
 def alone(request, tmp_path_factory):
     """Return the flags of a job, and its losses in one process; adapters are for the model of another job."""
     flags = request.param.split()
@@ -57,6 +57,8 @@ MESHES = ["", "--zero-stage 0 --group-by-length", "--mesh tp=2 --check-plan", "-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_are_those_of_one_process(tmp_path, alone, mesh):
     flags, expected = alone
+    if "muon" in flags and "tp=2" in mesh:
+        pytest.skip("Muon needs full matrices")
     if "--group-by-length" in mesh:
         expected = report_of(tmp_path / "alone", 1, *flags, "--group-by-length")[0]
     losses, report = report_of(tmp_path, 2, *flags, *mesh.split())

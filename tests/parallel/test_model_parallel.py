@@ -110,6 +110,23 @@ def test_a_model_that_is_cut_trains_what_one_process_trains(group, kind, mesh):
     assert len(set(group.all_gather_object(model.parallel.assert_in_sync()))) == 1
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize(("kind", "axis"), [("gpt2", "pp"), ("mixtral", "ep"), ("gpt2", "tp")])
+def test_muon_trains_stages_and_experts_as_one_process_does_and_refuses_sharded_matrices(group, kind, axis, zero_stage):
+    if group.world_size not in (2, 4) or not IS_MPI:
+        pytest.skip("needs an axis of two ranks")
+    mesh = dp.init_device_mesh({"dp": group.world_size // 2, axis: 2})
+    model = dp.parallelize(build(kind), mesh)
+    if axis == "tp":
+        with pytest.raises(ValueError, match=r"Muon needs full matrices, and each rank has a part of them \(tp > 1\)"):
+            train(model, kind, pieces_of(mesh, 2), zero_stage=zero_stage, optimizer="muon")
+        return
+    step = train(model, kind, pieces_of(mesh, 2), zero_stage=zero_stage, optimizer="muon")
+    assert_close(model, kind, 5e-6, optimizer="muon")
+    np.testing.assert_allclose(step.norms, of_one_process(kind, optimizer="muon")[1], rtol=1e-5)
+    assert len(set(group.all_gather_object(model.parallel.assert_in_sync()))) == 1
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, pytest.param(2, marks=pytest.mark.core)])
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_an_update_that_is_divided_too(group, axis, zero_stage):

@@ -119,11 +119,13 @@ def with_lora(base_seed=1):
 
 
 @pytest.mark.core
-def test_lora_trains_its_adapters_resumes_and_is_loaded_by_mindnlp(group, shared_tmp_path):
+@pytest.mark.parametrize("options", [{}, {"optim": "muon", "zero_stage": 2}], ids=["adamw", "muon"])
+def test_lora_trains_its_adapters_resumes_and_is_loaded_by_mindnlp(group, shared_tmp_path, options):
     from mindnlp.peft import PeftModel
 
     rows = Rows(12 * group.world_size)
     settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1}
+    settings.update(options)
     before = weights(with_lora())
     whole = train(with_lora(), rows, shared_tmp_path, **settings)
     for name, weight in weights(whole.model).items():

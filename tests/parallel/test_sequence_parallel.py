@@ -120,6 +120,16 @@ def test_a_rank_without_rows(group):
 
 
 @needs_two
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_muon_trains_what_one_process_trains(group, zero_stage):
+    mesh = make_mesh()
+    model = dp.parallelize(build("llama"), mesh)
+    step = train(model, "llama", pieces_of(mesh, 2), zero_stage=zero_stage, optimizer="muon")
+    assert_close(model, "llama", 5e-6, optimizer="muon")
+    np.testing.assert_allclose(step.norms, of_one_process("llama", optimizer="muon")[1], rtol=2e-5)
+
+
+@needs_two
 @pytest.mark.parametrize("options", [{"recompute": True}, {"zero_stage": 2}, {"zero_stage": 1}])
 def test_recomputed_layers_and_sharded_updates_change_no_bit(group, options):
     def trained(**options):

@@ -360,6 +360,22 @@ def test_the_estimate_command_writes_memory_per_mesh_and_refuses_invalid_options
         assert message in capsys.readouterr().err
 
 
+def test_muon_takes_one_moment_of_the_matrices_in_layers_and_more_time():
+    model = load_model(TINY)
+    matrices = sum(o.parameters for o in model.graph.operators if o.kind == "matmul" and o.layer is not None)
+    models = [model, load_model(TINY, optimizer="muon")]
+    kept = [estimate(each, 16, {"dp": 2}, zero_stage=1).optimizer for each in models]
+    assert 0 < 4 * matrices / 2 == pytest.approx(kept[0] - kept[1])
+    cluster = load_cluster({**CLUSTER, "devices_per_host": 2})
+    of_adamw, of_muon = (plan(each, cluster, 16, mixed_stages=False) for each in models)
+    assert any("tp=2" in str(found) for found in of_adamw)
+    assert not any("tp=" in str(found) for found in of_muon)
+    seconds = [next(p.parts["optimizer"] for p in plans if str(p) == "dp=2") for plans in (of_adamw, of_muon)]
+    assert seconds[1] > seconds[0]
+    with pytest.raises(ValueError, match="optimizer must be adamw or muon, got 'sgd'"):
+        load_model(TINY, optimizer="sgd")
+
+
 def test_the_integer_program_finds_the_tensor_parallel_shards_of_megatron():
     roles = strategies_of(load_model("gpt2"), "tp", 2)
     block = {name[4:]: role for name, role in roles.items() if name.startswith("h.5.")}

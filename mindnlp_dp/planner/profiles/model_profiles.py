@@ -14,7 +14,7 @@ from typing import Any, Optional, Union
 from mindnlp_dp.planner.profiles.architectures import BUILDERS
 from mindnlp_dp.planner.profiles.builder import Builder
 from mindnlp_dp.planner.profiles.cluster_profile import read_yaml
-from mindnlp_dp.planner.profiles.operator_graph import ROLES, Graph, Model, Operator, with_lora
+from mindnlp_dp.planner.profiles.operator_graph import ROLES, Graph, Model, Operator, with_lora, with_muon
 
 # Published configurations, as differences from the defaults of their model type.
 _SHIPPED: dict[str, dict[str, Any]] = {
@@ -126,26 +126,30 @@ def model_names() -> list[str]:
 
 
 def load_model(
-    given: Union[str, Path, Mapping[str, Any]], *, sequence: Optional[int] = None, lora_rank: Optional[int] = None
-) -> Model:
+    given: Union[str, Path, Mapping[str, Any]], *, sequence: Optional[int] = None, lora_rank: Optional[int] = None,
+    optimizer: str = "adamw",
+) -> Model:  # fmt: skip
     """Load a model: a name of :func:`model_names`, a ``config.json`` or its folder, a YAML file, or their content.
 
     Args:
         sequence: tokens per sample; by default the number of positions, at most 512 for BERT, RoBERTa and T5, and at
             most 2048 for other configurations.
         lora_rank: train LoRA adapters of this rank in all products of the layers, and nothing else.
+        optimizer: "adamw", or "muon" for the matrices of layers.
 
     Raises:
         ValueError: A key is unknown or missing, or its value is invalid; the message is one sentence with the key.
     """
     model = _from_keys(*_read(given), sequence)
-    if lora_rank is None:
-        return model
-    adapted = with_lora(model, lora_rank)
-    # The recipe adds adapters to pretrained models only.
-    is_pretrained = model.train_flags.startswith("--model")
-    adapted.train_flags = f"{model.train_flags} --lora-rank {lora_rank}" if is_pretrained else ""
-    return adapted
+    if optimizer not in ("adamw", "muon"):
+        raise ValueError(f"optimizer must be adamw or muon, got {optimizer!r}")
+    if lora_rank is not None:
+        # The recipe adds adapters to pretrained models only.
+        is_pretrained = model.train_flags.startswith("--model")
+        flags = f"{model.train_flags} --lora-rank {lora_rank}" if is_pretrained else ""
+        model = with_lora(model, lora_rank)
+        model.train_flags = flags
+    return with_muon(model) if optimizer == "muon" else model
 
 
 def _read(given: Union[str, Path, Mapping[str, Any]]) -> tuple[dict[str, Any], str]:

@@ -216,7 +216,11 @@ class DataParallelArgumentsBase(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._join_group()
+        # The libraries know no optimizer of this name.
+        optim: Any = self.optim  # type: ignore[has-type]
+        self.optim = TrainingArguments.optim if optim == "muon" else optim
         super().__post_init__()
+        self.optim = optim if optim == "muon" else self.optim
 
     def _join_group(self) -> None:
         """Check that these settings are valid for several ranks, and set ``local_rank``."""

@@ -33,7 +33,7 @@ from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.optim.updater import Updater
-from mindnlp_dp.optim.updater_factory import make_updater, warn_of_parameters_left_out
+from mindnlp_dp.optim.updater_factory import check_matrices, make_updater, warn_of_parameters_left_out
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
@@ -117,6 +117,7 @@ class TrainingLoop:
         self.synchronizer = trainer.synchronizer(trainer.model)
         named = zip(self.synchronizer.names, self.synchronizer.parameters)
         warn_of_parameters_left_out(trainer.optimizer, named, self.group)
+        check_matrices(trainer.optimizer, trainer.model)
         self.train_step = self._make_train_step()
         self.run_state = Run(trainer.distributed_model, self.train_step)
         trainer.state = TrainerState()
