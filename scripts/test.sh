@@ -226,11 +226,12 @@ else
     @overlap_gone_wrong.py @device_update.py @loader.py @orders.py @evaluation.py @equivalence.py
     @parallel_operators.py @resharding.py "${adamw[@]}" @zero.py::test_two_hosts_train_what_one_rank_trains
     @zero.py::test_what_is_sent_between_hosts @zero.py::test_no_memory_to_share_weights_on_two_hosts
-    @batch_across_ranks.py::test_in_batch_negatives @batch_across_ranks.py::test_mindspores_layers_with_uneven_rows)
+    @batch_across_ranks.py::test_in_batch_negatives_of_all_ranks_equal_one_process
+    @batch_across_ranks.py::test_sync_batchnorm_of_mindspore_cells_handles_uneven_rows)
   # Models on meshes of four.
   meshes=(@model_parallel.py @stage_meshes.py @language_models.py @batch_scaling.py
-    @token_losses.py::test_models_that_are_cut @dropout.py::test_models_that_are_sharded
-    @batch_across_ranks.py::test_router_losses_of_sharded_models)
+    @token_losses.py::test_models_that_are_cut @dropout.py::test_dropout_of_sharded_models_equals_one_process
+    @batch_across_ranks.py::test_router_loss_of_sharded_models_equals_one_process)
   if [ $tests = all ]; then
     parallel "its transport" msrun 2 "${over_transport[@]}" "${pipelines[@]}"
     parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]" \
@@ -253,7 +254,7 @@ else
   parallel "what depends on their number" mpi 4 "${at_four[@]}"
   # A number of ranks that is not a power of two.
   parallel "types, orders, dropout" mpi 3 @types.py @orders.py @token_losses.py::test_adamw \
-    @dropout.py::test_micro_batches_padded_to_their_own_longest_row
+    @dropout.py::test_dropout_with_per_micro_batch_padding_equals_one_process
 
   # These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
   # same time each takes twice as long.

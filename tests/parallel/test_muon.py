@@ -79,13 +79,13 @@ def same(first, second):
         pytest.param([(12, 5), (6, 9), (8,), (3, 3)], PACKED, id="packed"),
     ],
 )
-def test_matrices_with_owners_are_those_of_one_rank_to_the_bit(group, shapes, options, zero_stage):
+def test_muon_on_n_ranks_equals_one_rank_to_the_bit(group, shapes, options, zero_stage):
     with alone() as single:
         expected = Job(single, shapes, 0, **options).run(6)
     same(Job(group, shapes, zero_stage, **options).run(6), expected)
 
 
-def test_each_rank_has_its_share_of_the_state(group):
+def test_muon_state_is_sharded_among_ranks(group):
     # Slices consist of blocks, of which each of these has many.
     shapes = [(480, 400), (400, 960), (1300,), (330, 330), (700, 200)]
     job = Job(group, shapes, 2)
@@ -100,7 +100,7 @@ def test_each_rank_has_its_share_of_the_state(group):
     assert mine <= whole / group.world_size + max(numels)
 
 
-def test_gradients_that_are_not_finite_change_neither_weights_nor_state(group):
+def test_nan_gradients_change_neither_weights_nor_muon_state(group):
     job = Job(group, MANY, 2)
     before = job.run(2)
 
@@ -116,7 +116,7 @@ def test_gradients_that_are_not_finite_change_neither_weights_nor_state(group):
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 2), (2, 0), (1, 2)])
-def test_state_continues_at_another_stage_and_world_size(group, first, second):
+def test_muon_state_resumes_at_another_zero_stage_and_world_size(group, first, second):
     with alone() as single:
         expected = Job(single, MANY, 0).run(7)
         halfway = Job(single, MANY, 0)
@@ -134,7 +134,7 @@ def test_state_continues_at_another_stage_and_world_size(group, first, second):
         same(after.run(4), expected)
 
 
-def test_a_matrix_that_joins_later_has_momentum_that_is_saved(group):
+def test_a_matrix_added_later_gets_muon_momentum_that_is_saved(group):
     with alone() as single:
         jobs = [Job(single, MANY, 0), Job(group, MANY, 2)]
         late = [job.optimizer.param_groups[0]["params"].pop(0) for job in jobs]
@@ -161,7 +161,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("saving", [{"async_save": True}, {"sharded_checkpoints": True}], ids=["async", "sharded"])
-def test_the_trainer_takes_muon_saves_and_resumes_with_the_same_digest(group, tmp_path_factory, saving):
+def test_trainer_with_muon_resumes_with_the_same_digest(group, tmp_path_factory, saving):
     folder = group.broadcast_object(str(tmp_path_factory.mktemp("muon")))
     settings = {
         "optim": "muon", "optim_args": "momentum=0.9, nesterov=False, ns_coefficients=(3.0, -4.0, 2.0)",
@@ -180,7 +180,7 @@ def test_the_trainer_takes_muon_saves_and_resumes_with_the_same_digest(group, tm
     assert resumed.replica_digest == trainer.replica_digest
 
 
-def test_frozen_weights_are_in_no_group(group):
+def test_muon_groups_exclude_frozen_weights(group):
     model = tiny_roberta()
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "query" in name
