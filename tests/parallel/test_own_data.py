@@ -1,4 +1,4 @@
-"""Test Trainers with data loading of the user's own: overridden methods that open data, samples that are not dicts."""
+"""Test Trainers with custom data loading: overridden methods that return data, and samples that are not dicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that recomputing activations changes no bit of the weights, whatever the ranks divide."""
+"""Test that recomputing activations changes no bit of the weights, with any parallelism and zero_stage."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Test that all ranks have the same weights and buffers, that differences are reported, and who owns the memory."""
+
 from __future__ import annotations
 
 import mindspore

@@ -1,4 +1,4 @@
-"""Test sequence parallelism: ranks that have parts of the same rows train what one process trains."""
+"""Test sequence parallelism: ranks that split the tokens of the same rows train the weights of one process."""
 
 from __future__ import annotations
 

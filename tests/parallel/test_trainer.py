@@ -1,3 +1,5 @@
+"""Test the distributed Trainer: training, evaluation, logs, checkpoints and callbacks on several ranks."""
+
 from __future__ import annotations
 
 import gc

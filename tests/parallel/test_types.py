@@ -1,4 +1,4 @@
-"""Test every collective with every type, both kinds of array and all sorts of shapes, on every backend.
+"""Test every collective with every type, NumPy arrays and MindSpore tensors of several shapes, on every backend.
 
 The data of a rank is a function of the rank, so NumPy computes the expected result from the inputs of all
 ranks, in float64 or in integers.
