@@ -114,6 +114,7 @@ parallel() {
 lint_and_types() {
   step "lint" ruff check .
   step "format" ruff format --check .
+  step "spelling" codespell .
   step "layers" lint-imports
   step "types" mypy
 }

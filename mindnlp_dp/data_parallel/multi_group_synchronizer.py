@@ -50,7 +50,7 @@ class MultiGroupSynchronizer(Synchronizer):
     def accumulate(
         self, gradients: Sequence[Optional[Any]], loss_weight: float = 1.0, *, loss: Optional[Any] = None
     ) -> None:
-        assert loss is None, "synchronizers of several groups need each loss at once"
+        assert loss is None, "synchronizers of several groups do not support deferred losses"
         for synchronizer, places, loss_weight_of in zip(self.synchronizers, self.places, self._loss_weights_of):
             synchronizer.accumulate([gradients[place] for place in places], loss_weight_of(loss_weight))
 

@@ -225,8 +225,8 @@ def across_ranks(group: ProcessGroup, router_loss: str, model: Any) -> BatchAcro
 @functools.cache
 def _warn_of_rows_left_out(rank: str) -> None:
     warnings.warn(
-        f"a micro-batch of rank {rank} has no label that counts, so its loss has no gradient: its rows are left out "
-        "where the model looks at the rows of all ranks; one process would include them",
+        f"a micro-batch of rank {rank} has no label that counts, so its loss has no gradient: its rows are left "
+        "out where the model uses the rows of all ranks, but one process would include them",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -289,7 +289,7 @@ def test_rows_that_are_needed_later_are_needed_of_all_ranks(group):
             if knows or update < 2:
                 step(batch if knows else dict(batch))
                 continue
-            with pytest.raises(ValueError, match="a rank that has no rows here would not take part"):
+            with pytest.raises(ValueError, match="a rank without rows would not join the collective"):
                 step(dict(batch))
             break
         assert number[0] == (3 if knows else 2)

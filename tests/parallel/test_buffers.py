@@ -14,8 +14,8 @@ from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from models import LENGTH, NUM_LABELS, Rows, train, weights
 
 
-class Normalised(nn.Module):
-    """A classifier with batch normalisation whose input features are the token ids."""
+class Normalized(nn.Module):
+    """A classifier with batch normalization whose input features are the token ids."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def buffers(model):
 
 def run(folder, group, **settings):
     return train(
-        Normalised(), Rows(40), folder, eval_dataset=Rows(12, seed=1),
+        Normalized(), Rows(40), folder, eval_dataset=Rows(12, seed=1),
         per_device_train_batch_size=8 // group.world_size, **settings,
     )  # fmt: skip
 

@@ -82,7 +82,7 @@ def masked_lm(seed=1):
 
 
 def test_a_loss_that_averages_tokens_and_tied_weights(group, tmp_path):
-    """RoBERTa's masked language model averages over labelled tokens only, and ties its decoder to its embedding."""
+    """RoBERTa's masked language model averages over labeled tokens only, and ties its decoder to its embedding."""
     together, single = together_and_alone(group, tmp_path, masked_lm, MaskedRows(8 * group.world_size), ByMaskedTokens)
     tied = all_names(together.model)
     assert tied["lm_head.decoder.weight"] is tied["roberta.embeddings.word_embeddings.weight"]
@@ -119,11 +119,13 @@ def with_lora(base_seed=1):
 
 
 @pytest.mark.core
-def test_lora_trains_its_adapters_resumes_and_is_loaded_by_mindnlp(group, shared_tmp_path):
+@pytest.mark.parametrize("options", [{}, {"optim": "muon", "zero_stage": 2}], ids=["adamw", "muon"])
+def test_lora_trains_its_adapters_resumes_and_is_loaded_by_mindnlp(group, shared_tmp_path, options):
     from mindnlp.peft import PeftModel
 
     rows = Rows(12 * group.world_size)
     settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1}
+    settings.update(options)
     before = weights(with_lora())
     whole = train(with_lora(), rows, shared_tmp_path, **settings)
     for name, weight in weights(whole.model).items():

@@ -246,6 +246,6 @@ def test_a_new_channel_closes_the_old_one_on_every_rank(group, micro, sync):
     if group.is_main:
         sync.channel.abandon(KeyError("lost"))
     newer = dp.GradientSynchronizer(micro.trainable, group, overlap=False)
-    with pytest.raises(RuntimeError, match="left the exchange of an update half way"):
+    with pytest.raises(RuntimeError, match="left the exchange of an update before its end"):
         sync.reduce()
     assert all(gradient is not None for gradient in run_update(newer, micro, group.rank, 1))

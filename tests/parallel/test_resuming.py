@@ -489,7 +489,7 @@ def test_a_failed_async_save_stops_every_rank_at_the_same_update(group, shared_t
         fails_here, settings = group.is_main, {"async_save": True}
         monkeypatch.setattr(collective_save, "publish_checkpoint", fail)
     with warnings.catch_warnings(), pytest.raises((OSError, RuntimeError), match="the disk is broken"):
-        warnings.filterwarnings("ignore", "the last checkpoint is not complete", RuntimeWarning)
+        warnings.filterwarnings("ignore", "the last checkpoint is incomplete", RuntimeWarning)
         run(shared_tmp_path, group, callbacks=[Watch()], **settings)
     group.barrier()
     assert updates == [1, 2, 3]
@@ -526,7 +526,7 @@ def test_an_error_completes_or_discards_a_pending_async_checkpoint(group, shared
     with warnings.catch_warnings(record=True) as caught, pytest.raises(ValueError, match="a callback has failed"):
         warnings.simplefilter("always")
         run(shared_tmp_path, group, callbacks=[Fail()], **SHARDED_IN_BACKGROUND)
-    is_told = any("is not complete, and dropped: FileNotFoundError" in str(warning.message) for warning in caught)
+    is_told = any("is incomplete and was removed: FileNotFoundError" in str(warning.message) for warning in caught)
     assert is_told == (not is_there and (group.is_main or group.rank == group.world_size - 1))
     group.barrier()
     assert [path.name for path in checkpoints_in(shared_tmp_path)] == (["checkpoint-2"] if is_there else [])
@@ -550,7 +550,7 @@ def test_resume_skips_a_damaged_checkpoint(group, shared_tmp_path):
             resumed = run(shared_tmp_path, group, max_steps=2, resume=True)
         text = "\n".join(str(warning.message) for warning in caught)
         assert "checkpoint-6 is damaged: state.safetensors has" in text
-        assert "checkpoint-4 is damaged: model.safetensors is missing; it is passed over for checkpoint-2" in text
+        assert "checkpoint-4 is damaged: model.safetensors is missing; it is skipped, and checkpoint-2 is used" in text
     else:
         resumed = run(shared_tmp_path, group, max_steps=2, resume=True)
     assert resumed.state.global_step == 2
@@ -593,5 +593,5 @@ def test_global_batch_size_is_the_same_on_any_number_of_ranks(group, shared_tmp_
     for name, weight in weights(whole.model).items():
         np.testing.assert_allclose(weights(together.model)[name], weight, rtol=0, atol=2e-6, err_msg=name)
     if rows == "batched pipeline":
-        with pytest.raises(ValueError, match="10 samples cannot be made of this pipeline's batches of 4"):
+        with pytest.raises(ValueError, match="10 samples is not a multiple of this pipeline's batches of 4"):
             run(shared_tmp_path / "wrong", group, data(), **{**common, "global_batch_size": 10})

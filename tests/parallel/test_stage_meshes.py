@@ -57,11 +57,14 @@ def test_a_mesh_with_sizes_by_stage_has_the_right_groups(group):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"pp": 2, "dp": (2, 1)}, r"pp=2 x dp=2\|1 does not make 4 ranks, .* by stage, and stages add up"),
+        (
+            {"pp": 2, "dp": (2, 1)},
+            r"pp=2 x dp=2\|1 does not match the 4 ranks of this job .* by stage, and stages add up",
+        ),
         ({"pp": 3, "dp": (2, 1, 1), "tp": (1, 2)}, r"tp=1\|2 has 2 stages, and pp=3"),
         ({"dp": (2, 2)}, r"dp=2\|2 has 2 stages, and pp=1"),
         ({"pp": 2, "ep": (2, 1)}, "the sizes of dp and tp may differ by stage, that of ep may not"),
-        ({"pp": 2, "dp": (2, 0)}, r"sizes by stage are whole numbers from 1 on, got dp=2\|0"),
+        ({"pp": 2, "dp": (2, 0)}, r"sizes by stage are whole numbers of at least 1, got dp=2\|0"),
         ({"pp": 2, "dp": (2, "x")}, "sizes by stage are whole numbers"),
         ({"pp": 2, "dp": (2, 1), "tp": -1}, "leave no axis to be inferred; tp is -1"),
         ({"pp": -1, "dp": (2, 1), "tp": (1, 2)}, "has 2 stages, and pp=-1"),
@@ -85,7 +88,7 @@ def test_stages_with_different_meshes_train_like_one_process_with_any_zero_stage
 
 @pytest.mark.parametrize("mesh", [MIXED, BACK, UNEVEN])
 def test_rows_with_different_and_zero_loss_weights_train_like_one_process(mesh):
-    """Rows weigh by their labelled tokens; a shard of a micro-batch may have none, and its mean is 0 / 0."""
+    """Rows weigh by their labeled tokens; a shard of a micro-batch may have none, and its mean is 0 / 0."""
     columns = batch("gpt2", 8)
     columns["labels"][1, 3:] = -100
     columns["labels"][4:6] = -100

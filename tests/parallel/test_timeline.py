@@ -116,7 +116,7 @@ def test_a_failed_profiler_does_not_end_the_run(group, shared_tmp_path, monkeypa
         raise RuntimeError("in use")
 
     monkeypatch.setattr(operator_times.mindspore_profiler, "profile", fail)
-    with pytest.warns(RuntimeWarning, match="the profile lacks MindSpore's operators: RuntimeError: in use"):
+    with pytest.warns(RuntimeWarning, match="the profile has no operators of MindSpore: RuntimeError: in use"):
         trainer = run(group, shared_tmp_path, profile="1:2")
     assert trainer.state.global_step == NUM_UPDATES
     group.barrier()

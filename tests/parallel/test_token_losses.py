@@ -180,7 +180,7 @@ def test_an_update_with_ignored_labels_only_is_skipped(group, tmp_path, zero_sta
     model_class = find("GPT2LMHeadModel")
     rows = NothingCounts(model_class, 2 * group.world_size)
     more = {"num_train_epochs": 1, "dataset_shuffle": False, "zero_stage": zero_stage}
-    with pytest.warns(RuntimeWarning, match="the losses of update 1 weigh nothing on any rank"):
+    with pytest.warns(RuntimeWarning, match="the losses of update 1 have a total weight of 0 on all ranks"):
         mine = train(build(model_class), rows, tmp_path, **settings(group, 1, **more))
     assert mine.state.global_step == 3
     kept = [row for index, row in enumerate(rows) if not 2 * group.world_size <= index < 4 * group.world_size]
@@ -278,7 +278,7 @@ def test_the_check_of_a_custom_loss_logs_nothing_and_allows_a_loss_that_changes(
     rows = samples(model_class, build(model_class), 8 * group.world_size)
     trainer = train(build(model_class), rows, tmp_path, Counts, **settings(group, 2))
     assert sum("mine" in row for row in trainer.state.log_history) == trainer.state.global_step * 2
-    assert not [each for each in recwarn if "is not a mean by the weights" in str(each.message)]
+    assert not [each for each in recwarn if "is not a mean with its loss weights" in str(each.message)]
 
 
 class OwnClassifierLossByWeight(OwnClassifierLoss):
@@ -314,9 +314,9 @@ def test_a_loss_that_is_not_a_mean_over_rows_gives_one_warning(group, tmp_path, 
             assert all(module.training for module in model.modules())
         if group.world_size > 1:
             break
-    found = [str(each.message) for each in recwarn if "is not a mean by the weights" in str(each.message)]
+    found = [str(each.message) for each in recwarn if "is not a mean with its loss weights" in str(each.message)]
     assert len(found) == int(group.is_main and not LOSSES[loss])
-    assert all("of a micro-batch of 8 rows it is" in each and "weight=class_weights" in each for each in found)
+    assert all("for a micro-batch of 8 rows it is" in each and "weight=class_weights" in each for each in found)
 
 
 @pytest.mark.core

@@ -130,7 +130,9 @@ def test_the_size_of_a_run_is_logged_on_rank_0_at_level_info(group, tmp_path):
 def test_gradients_are_exchanged_once_per_update(group, tmp_path, monkeypatch):
     exchanges = []
     reduce = dp.GradientSynchronizer.reduce
-    monkeypatch.setattr(dp.GradientSynchronizer, "reduce", lambda self: exchanges.append(1) or reduce(self))
+    monkeypatch.setattr(
+        dp.GradientSynchronizer, "reduce", lambda self, **options: exchanges.append(1) or reduce(self, **options)
+    )
     trainer = train(
         tiny_roberta(), Rows(12 * group.world_size), tmp_path, per_device_train_batch_size=2,
         gradient_accumulation_steps=3,

@@ -128,7 +128,7 @@ def test_an_error_of_one_rank_ends_all_ranks_and_is_raised():
 
 
 RING_OF_FOUR = """\
-ring, 4 ranks. The array is cut into 4 chunks. Every rank sends to its right neighbour only, all of them at once.
+ring, 4 ranks. The array is split into 4 chunks. Every rank sends to its right neighbor only, all of them at once.
 In brackets: the ranks whose numbers a message holds the sum of.
 
 scatter-reduce 1 of 3

@@ -19,7 +19,7 @@ from models import Rows, tiny_roberta
 
 @dataclass
 class MyArguments(TrainingArguments):
-    flavour: str = "plain"
+    flavor: str = "plain"
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +66,12 @@ def test_a_nan_metric_is_never_better(tmp_path, value, best, is_better):
 
 
 def test_an_upgraded_arguments_subclass_keeps_its_fields(tmp_path):
-    upgraded = upgrade_arguments(MyArguments(str(tmp_path), flavour="own"))
+    upgraded = upgrade_arguments(MyArguments(str(tmp_path), flavor="own"))
     assert isinstance(upgraded, MyArguments)
     assert isinstance(upgraded, dp.DataParallelArguments)
-    assert upgraded.flavour == "own"
+    assert upgraded.flavor == "own"
     assert upgraded.bucket_cap_mb is None
-    assert "flavour" in upgraded.to_dict()
+    assert "flavor" in upgraded.to_dict()
 
 
 def test_upgraded_arguments_are_validated(tmp_path, group, monkeypatch):

@@ -415,7 +415,7 @@ def rewrite(checkpoint, change):
             nest_deeply,
             "checkpoint.json is damaged: RecursionError",
         ),
-        (lambda c: rewrite(c, lambda manifest: manifest.pop("state")), "checkpoint.json is damaged: it lacks state"),
+        (lambda c: rewrite(c, lambda manifest: manifest.pop("state")), "checkpoint.json is damaged: it has no state"),
         (
             lambda c: rewrite(c, lambda manifest: manifest["files"].pop("state.safetensors")),
             "checkpoint.json is damaged: files lacks state.safetensors",
@@ -428,7 +428,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path,
     harm(tmp_path / "checkpoint-10")
     with pytest.raises(CheckpointError, match=message):
         check_checkpoint(tmp_path / "checkpoint-10")
-    with pytest.warns(RuntimeWarning, match="checkpoint-10.* it is passed over for checkpoint-9"):
+    with pytest.warns(RuntimeWarning, match="checkpoint-10.* it is skipped, and checkpoint-9 is used"):
         assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
 
 
@@ -494,7 +494,7 @@ def test_files_not_written_by_mindnlp_dp_are_never_removed(tmp_path):
         ("checkpoint-500", r"/checkpoint-500 does not exist; .* has checkpoint-2, checkpoint-4$"),
         ("other/checkpoint-500", r"/other/checkpoint-500 does not exist$"),
         ("", r"is a folder of checkpoints, not a checkpoint: .*\(checkpoint-2, checkpoint-4\), or pass True"),
-        ("empty", r"/empty is empty, and no checkpoint$"),
+        ("empty", r"/empty is empty, so it is not a checkpoint$"),
         ("checkpoint-2/model.safetensors", r"model.safetensors is a file, and a checkpoint is a folder$"),
         ("unreadable", r"/unreadable/checkpoint.json could not be read: Is a directory$"),
         ("of-mindnlp", r"/of-mindnlp has no checkpoint.json, .*: it was saved by MindNLP's own Trainer, or in part"),
@@ -841,7 +841,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     write_weights(tiny_roberta(num_layers=2), tmp_path / "two")
     with pytest.raises(CheckpointError, match="holds 'roberta.encoder.layer.1.*', which the model does not have"):
         read_weights(tiny_roberta(num_layers=1), tmp_path / "two")
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="has no weights"):
         read_weights(tiny_roberta(), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(CheckpointError, match="model.safetensors is damaged"):

@@ -281,8 +281,8 @@ def test_a_group_of_one_rank_updates_without_a_communicator(device, group, param
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("GPU", {"ep": 2}, r"ep=2 cannot be under MindSpore's library for GPUs \(nccl\), which has no all-to-all"),
-        ("310P", {"pp": 2}, r"pp=2 cannot be under HCCL on this chip \(ascend310p\), which has no messages"),
+        ("GPU", {"ep": 2}, r"ep=2 is not supported by MindSpore's library for GPUs \(nccl\), which has no all-to-all"),
+        ("310P", {"pp": 2}, r"pp=2 is not supported by HCCL on this chip \(ascend310p\), which has no messages"),
     ],
 )
 def test_meshes_that_the_communication_library_does_not_support_are_refused(monkeypatch, name, sizes, message):

@@ -22,7 +22,7 @@ UNEVEN = ["pp=2,dp=2|1,tp=1|2", "pp=2,tp=2|1,dp=1|2", "pp=2,dp=3|1,tp=1", "pp=2,
 
 
 class Group:
-    """A group of the modelled job, for one of its ranks."""
+    """A group of the modeled job, for one of its ranks."""
 
     def __init__(self, streams, ranks, rank, matches_in_order):
         self._given = streams, matches_in_order

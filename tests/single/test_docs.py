@@ -252,7 +252,7 @@ def test_pre_commit_hooks_are_run_by_the_test_script():
     [repository] = yaml.safe_load(read(ROOT / ".pre-commit-config.yaml"))["repos"]
     assert repository["repo"] == "local"
     entries = [hook["entry"] for hook in repository["hooks"]]
-    assert entries == ["ruff check .", "ruff format --check .", "mypy", "lint-imports"]
+    assert entries == ["ruff check .", "ruff format --check .", "codespell .", "mypy", "lint-imports"]
     script = read(ROOT / "scripts" / "test.sh")
     for hook in repository["hooks"]:
         assert hook["language"] == "system"

@@ -32,10 +32,10 @@ def test_supported_versions_are_reported_without_problems():
 @pytest.mark.parametrize(
     ("installed", "what", "advice"),
     [
-        ({"numpy": "2.1.0"}, "numpy 2.1.0 does not fit, <2 does", 'pip install "numpy<2"'),
+        ({"numpy": "2.1.0"}, "numpy 2.1.0 is not supported, expected <2", 'pip install "numpy<2"'),
         (
             {"mindspore": "2.10.0"},
-            "mindspore 2.10.0 does not fit, <2.9.0,>=2.5.0 does",
+            "mindspore 2.10.0 is not supported, expected <2.9.0,>=2.5.0",
             f'pip install "mindspore=={BEST_MINDSPORE}"',
         ),
         ({"mindspore": None}, "mindspore is not installed", f'pip install "mindspore=={BEST_MINDSPORE}"'),
@@ -77,7 +77,7 @@ def test_a_missing_mpirun_is_reported_and_mpi_is_not_tried(monkeypatch):
     assert to_mend(doctor.check_environment({}))["mpirun was not found"] == 'pip install "mindnlp-dp[mpi]"'
     monkeypatch.setattr(doctor, "_try_backend", lambda backend, *_: doctor.Finding(f"{backend} works"))
     tried = [finding.what for finding in doctor.check_backends({}, can_import=True)]
-    assert tried == ["mpi: not tried, because mpirun is missing", "mindspore works"]
+    assert tried == ["mpi: not tested, because mpirun is missing", "mindspore works"]
 
 
 def test_a_port_in_use_is_reported(monkeypatch):
@@ -109,7 +109,7 @@ def test_the_doctor_works_with_a_broken_mindspore_and_mindnlp(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
     assert "MindSpore cannot be imported: ImportError: this mindspore is broken" in done.stdout
-    assert "mpi: not tried, because of the imports above" in done.stdout
+    assert "mpi: not tested, because the imports above failed" in done.stdout
 
 
 def test_more_workers_than_visible_devices_are_reported():

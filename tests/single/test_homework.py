@@ -150,7 +150,9 @@ def test_a_download_writes_the_published_files(download, server, tmp_path):
 
 def test_an_interrupted_download_leaves_no_files(download, server, tmp_path):
     server.length += 10
-    with pytest.raises(download.DownloadError, match=rf"broke off after {len(server.content)} bytes, 10 are missing"):
+    with pytest.raises(
+        download.DownloadError, match=rf"was interrupted after {len(server.content)} bytes, 10 are missing"
+    ):
         download.fetch(tmp_path, server.url, server.md5)
     assert list(tmp_path.iterdir()) == []
 
@@ -163,7 +165,9 @@ def test_an_archive_with_another_md5_is_refused(download, server, tmp_path):
 
 def test_a_download_without_network_advises_to_copy_the_archive(download, server, tmp_path):
     url = server.url.replace(str(server.server_port), "1")
-    with pytest.raises(download.DownloadError, match=r"cannot be reached \(.*\); fetch it where there is a network"):
+    with pytest.raises(
+        download.DownloadError, match=r"cannot be reached \(.*\); download it on a machine with a network"
+    ):
         download.fetch(tmp_path, url, server.md5)
     # The message advises this.
     (tmp_path / "emotion.tar.gz").write_bytes(server.content)

@@ -143,6 +143,7 @@ def test_invalid_alpaca_sharegpt_and_text_rows_are_refused_with_their_line(tmp_p
         read_conversations(write_lines(tmp_path / "a.jsonl", [row]))
 
 
+@pytest.mark.core
 def test_every_token_of_a_long_text_is_predicted_once(tmp_path):
     text = "a long text about nothing, " * 9
     [document] = read_conversations(write_lines(tmp_path / "a.jsonl", [{"text": text}]))
@@ -162,6 +163,7 @@ def test_every_token_of_a_long_text_is_predicted_once(tmp_path):
     assert labels[1:].tolist() == whole[1:].tolist()
 
 
+@pytest.mark.core
 def test_several_files_are_mixed_by_their_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
@@ -342,7 +344,7 @@ def test_invalid_settings_are_refused(flags, message):
 def test_short_max_length_unknown_lora_targets_and_missing_models_are_refused(tmp_path):
     rows = [{"prompt": "0123456789 abcdefghij", "completion": "b"}]
     files = [write_lines(tmp_path / name, rows) for name in ("train.jsonl", "test.jsonl")]
-    given = ["--train-file", files[0], "--test-file", files[1]]
+    given = ["--train-file", files[0], "--test-file", files[1], "--cache-dir", ""]
     with pytest.raises(InputError, match="no text of the training split has a completion within max_length"):
         prepare_task(parse_config(LanguageModelingConfig, [*given, "--max-length", "5"]))
     config = parse_config(LanguageModelingConfig, [*given, "--lora-targets", "q_proj,nothing"])
@@ -360,7 +362,8 @@ def test_a_language_model_is_trained_and_lora_continues_from_it(tmp_path, monkey
     def run(*flags):
         sizes = ["--max-length", "48", "--hidden-size", "32", "--num-layers", "2", "--intermediate-size", "64"]
         more = ["--max-steps", "6", "--logging-steps", "2", "--max-new-tokens", "5", "--num-samples", "2"]
-        monkeypatch.setattr(sys, "argv", ["finetune_llm.py", *sizes, *more, *map(str, flags)])
+        cache = ["--cache-dir", str(tmp_path / "cache")]
+        monkeypatch.setattr(sys, "argv", ["finetune_llm.py", *sizes, *more, *map(str, flags), *cache])
         main()
         return capsys.readouterr().out
 

@@ -103,10 +103,10 @@ MPIRUN = [ExitedProcess(None, 1)]
     [
         ({0: end(1, 5.0), 1: end(3, 4.0)}, MPIRUN, LEFT, (1, 3, "failed with exit code 3")),
         ({}, MPIRUN, KILLED, (1, 137, "was killed by signal 9")),
-        ({}, MPIRUN, LEFT, (1, 3, "left with exit code 3")),
-        ({}, MPIRUN, LEFT_WELL, (1, 1, "left with exit code 0")),
+        ({}, MPIRUN, LEFT, (1, 3, "exited with code 3")),
+        ({}, MPIRUN, LEFT_WELL, (1, 1, "exited with code 0")),
         ({}, [ExitedProcess(None, 5)], ABORTED, (1, 5, "aborted the MPI job with exit code 5")),
-        ({}, [ExitedProcess(None, 14)], DISCONNECTED, (None, 14, "a rank on node2 ended without a word")),
+        ({}, [ExitedProcess(None, 14)], DISCONNECTED, (None, 14, "a rank on node2 exited without reporting a status")),
         ({}, [ExitedProcess(None, 0)], KILLED, (1, 137, "was killed by signal 9")),
         # Codes above 128 that a script has chosen, such as those of sys.exit(-1) and KeyboardInterrupt.
         ({1: end(255, 4.0)}, MPIRUN, "", (1, 255, "failed with exit code 255")),
@@ -114,10 +114,10 @@ MPIRUN = [ExitedProcess(None, 1)]
         ({}, MPIRUN, "no slots", (None, 1, "")),
         ({}, [ExitedProcess(None, -9)], "", (None, 137, "mpirun was killed by signal 9")),
         ({}, [ExitedProcess(1, -9)], "", (1, 137, "was killed by signal 9")),
-        ({}, [ExitedProcess(0, -15), ExitedProcess(1, 0)], "", (1, 1, "left with exit code 0")),
+        ({}, [ExitedProcess(0, -15), ExitedProcess(1, 0)], "", (1, 1, "exited with code 0")),
         # A rank that waited is not blamed if another rank failed, left, finished, or never arrived.
         ({0: end(1, 5.0, True), 1: end(2, 9.0)}, [], "", (1, 2, "failed with exit code 2")),
-        ({0: end(1, 5.0, True)}, [ExitedProcess(0, 1), ExitedProcess(1, 0)], "", (1, 1, "left with exit code 0")),
+        ({0: end(1, 5.0, True)}, [ExitedProcess(0, 1), ExitedProcess(1, 0)], "", (1, 1, "exited with code 0")),
         ({0: end(1, 9.0, True), 1: end(0, 1.0)}, [], "", (1, 1, "reached its end, and rank 0 waited 8 s longer")),
         (
             {0: end(1, 9.0, True)},
@@ -145,8 +145,8 @@ def test_ranks_that_recorded_exit_code_0_have_not_failed(tmp_path, returncode):
 @pytest.mark.parametrize(
     ("ended", "what"),
     [
-        ([ExitedProcess(None, 0)], "ended without a word"),
-        ([ExitedProcess(0, 0), ExitedProcess(1, 0)], "left with exit code 0, past the end of the script (os._exit),"),
+        ([ExitedProcess(None, 0)], "exited without reporting a status"),
+        ([ExitedProcess(0, 0), ExitedProcess(1, 0)], "exited with code 0 before the end of the script (os._exit),"),
     ],
 )
 def test_a_rank_without_a_recorded_end_has_failed_despite_exit_code_0(tmp_path, ended, what):
@@ -173,7 +173,7 @@ def test_an_mpirun_failure_without_a_rank_shows_the_logs(tmp_path, capsys):
     ("kills", "why"),
     [
         (0, "often for lack of memory,"),
-        (2, "and the kernel has ended 2 of this host's processes for lack of memory meanwhile,"),
+        (2, "and the kernel has killed 2 processes of this host meanwhile, for lack of memory,"),
     ],
 )
 def test_an_out_of_memory_kill_is_reported(tmp_path, kills, why):
@@ -219,10 +219,10 @@ def test_a_process_that_exits_without_a_status_fails_the_job():
 @pytest.mark.parametrize(
     ("exited", "said", "code", "what"),
     [
-        ([ExitedProcess(1, 9)], "", 9, "left with exit code 9"),
+        ([ExitedProcess(1, 9)], "", 9, "exited with code 9"),
         ([ExitedProcess(1, -9)], "", 137, "was killed by signal 9"),
-        ([ExitedProcess(1, 0)], "", 1, "left with exit code 0"),
-        ([ExitedProcess(None, 9)], LEFT.replace("3\n", "9\n").replace("   3", "   9"), 9, "left with exit code 9"),
+        ([ExitedProcess(1, 0)], "", 1, "exited with code 0"),
+        ([ExitedProcess(None, 9)], LEFT.replace("3\n", "9\n").replace("   3", "   9"), 9, "exited with code 9"),
         ([ExitedProcess(None, 0)], "", 1, "was ended by another thread"),
     ],
 )
@@ -257,8 +257,8 @@ def test_launched_rank_reads_the_rank_of_mpi_or_mindspore():
         ),
         (["run", "--nproc", "1:9999999999", "x.py"], "must be at most 10000, got 1:9999999999"),
         (["run", "--nproc", "2", "--backend", "gloo", "x.py"], "invalid choice: 'gloo'"),
-        (["run", "--nprocs", "2", "x.py"], "unrecognized option --nprocs; do you mean --nproc?"),
-        (["run", "--nproc", "2", "--max-restart=1", "x.py"], "option --max-restart; do you mean --max-restarts?"),
+        (["run", "--nprocs", "2", "x.py"], "unrecognized option --nprocs; did you mean --nproc?"),
+        (["run", "--nproc", "2", "--max-restart=1", "x.py"], "option --max-restart; did you mean --max-restarts?"),
         (["run", "--nproc=2", "--tee", "all", "-m", "-q", "x.py"], "unrecognized option -q"),
         (["run", "x.py"], "the following arguments are required: --nproc"),
         ([], "the following arguments are required: COMMAND"),
@@ -437,7 +437,7 @@ def test_stacks_of_many_ranks_fit_into_a_message(tmp_path):
 
 
 def test_a_process_without_a_handler_gets_no_signal_for_its_stacks(tmp_path):
-    """Check a rank past Python's end, which the signal would end while a driver cleans up."""
+    """Check a rank after Python's end, which the signal would end while a driver cleans up."""
     with subprocess.Popen(["sleep", "60"]) as other:
         rank = RankHeartbeat(changes=1, pid=other.pid, born=state_and_birth_of(other.pid)[1])
         (tmp_path / "worker_0.stacks").write_text("")

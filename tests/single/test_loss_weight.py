@@ -166,7 +166,9 @@ def test_an_unknown_loss_is_weighted_by_rows_with_one_warning():
 @pytest.mark.parametrize("batch", [(IDS, LABELS), {"ids": IDS, "target": LABELS}, IDS])
 def test_labels_under_another_name_give_a_warning(batch):
     weigher = LossWeigher(LossMean(Task.CAUSAL_LM, is_shifted=True), "the loss of GPT2LMHeadModel")
-    with pytest.warns(RuntimeWarning, match="GPT2LMHeadModel is a mean over labels.*has none under.*loss_weight_of="):
+    with pytest.warns(
+        RuntimeWarning, match="GPT2LMHeadModel is a mean over labels.*has no column with.*loss_weight_of="
+    ):
         assert weigher(batch) == 3
 
 
@@ -177,7 +179,7 @@ def test_rows_are_counted_from_the_labels():
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_negative_and_non_finite_loss_weights_are_refused(weight):
-    with pytest.raises(ValueError, match="a loss weighs .* on rank 1: loss_weight"):
+    with pytest.raises(ValueError, match="the loss weight is .* on rank 1: loss_weight"):
         checked_weight(weight, "1")
 
 
@@ -242,7 +244,9 @@ def test_a_tuple_batch_takes_its_names_from_the_function_signature():
     def forward(input_ids, labels):
         raise AssertionError("only its signature is looked at")
 
-    with pytest.warns(RuntimeWarning, match="this function's loss is a mean of is not known"):
+    with pytest.warns(
+        RuntimeWarning, match="it is not known whether this function's loss is a mean over rows or over labels"
+    ):
         assert BatchWeigher(forward, None)((IDS, LABELS)) == 3
 
 

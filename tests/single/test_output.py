@@ -204,7 +204,7 @@ def test_a_closed_output_pipe_does_not_end_the_job(tmp_path, pipe, capsys):
         console.show()
         console.close()
         print("nor does this")
-    assert capsys.readouterr().err.count("nothing more is shown") == 1
+    assert capsys.readouterr().err.count("output is no longer shown") == 1
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -311,4 +311,4 @@ def test_a_finished_attempt_does_not_wait_for_a_reader(tmp_path, pipe, capsys):
         console.show()
         console.close()
         stop_waiting_for_readers()
-    assert "no process reads it here" in capsys.readouterr().err
+    assert "no process reads this output" in capsys.readouterr().err

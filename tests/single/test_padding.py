@@ -93,7 +93,7 @@ def test_small_integers_and_bool_are_widened(dtype):
 def test_samples_with_different_columns_are_refused():
     rows = [{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}]
     for each in (rows, rows[::-1]):
-        with pytest.raises(ValueError, match="samples 0 and 1 of a batch .* same columns: one lacks 'labels'"):
+        with pytest.raises(ValueError, match="samples 0 and 1 of a batch .* same columns: one does not have 'labels'"):
             dp.PaddingCollator()(each)
 
 

@@ -82,9 +82,10 @@ def test_only_the_first_rank_warns_of_newer_versions(monkeypatch, capsys, rank):
     assert all("2.11.0 is newer than the tested versions" in line for line in lines)
 
 
-def test_the_launcher_imports_neither_mindspore_nor_mindnlp_nor_numpy():
+def test_the_launcher_and_optim_import_neither_mindspore_nor_mindnlp_nor_numpy():
     done = run(
-        "import sys, mindnlp_dp.commands.main, mindnlp_dp.launch.processes.worker\n"
+        "import sys, mindnlp_dp as dp, mindnlp_dp.commands.main, mindnlp_dp.launch.processes.worker\n"
+        "assert 'Muon' in dp.optim.__all__\n"
         "print([m for m in sys.modules if m.startswith('minds') or m == 'numpy'])"
     )
     assert done.stdout.strip() == "[]", done.stderr

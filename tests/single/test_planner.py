@@ -125,7 +125,7 @@ def test_lora_plans_count_gradients_only_for_adapters():
     assert adapters.seconds < full.seconds
     for mesh in ({"dp": 8}, {"pp": 2, "dp": 4}, {"dp": 4, "tp": 2}):
         assert predict(lora, cluster, 64, mesh, 4).seconds < predict(whole, cluster, 64, mesh, 4).seconds
-    with pytest.raises(ValueError, match="rank of LoRA's adapters must be from 1 on, got 0"):
+    with pytest.raises(ValueError, match="rank of LoRA's adapters must be at least 1, got 0"):
         load_model("gpt2", lora_rank=0)
 
 
@@ -150,7 +150,7 @@ def test_a_model_described_by_operators_is_planned(tmp_path):
     ("keys", "message"),
     [
         ({"model_type": "bloom"}, "model key model_type must be one of bert"),
-        ({**TINY, "hidden_size": 0}, "model key hidden_size must be a whole number from 1 on, got 0"),
+        ({**TINY, "hidden_size": 0}, "model key hidden_size must be a whole number of at least 1, got 0"),
         ({**TINY, "hidden_size": "64"}, "model key hidden_size"),
         ({**TINY, "hidden_size": 66}, "num_attention_heads is 4, which does not divide hidden_size, 66"),
         ({**TINY, "sequence": 500}, "model key sequence is 500"),
@@ -211,7 +211,7 @@ def test_a_cluster_file_overrides_a_preset(tmp_path):
     assert cluster.flops == load_cluster("v100-16gb-8").flops
     assert cluster.resized(64).num_hosts == 8
     assert cluster.resized(4).devices_per_host == 4
-    with pytest.raises(ValueError, match="12 devices are not whole hosts"):
+    with pytest.raises(ValueError, match="12 devices do not fill the hosts"):
         cluster.resized(12)
 
 
@@ -358,6 +358,22 @@ def test_the_estimate_command_writes_memory_per_mesh_and_refuses_invalid_options
     ):
         assert main([*given, *change]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_muon_takes_one_moment_of_the_matrices_in_layers_and_more_time():
+    model = load_model(TINY)
+    matrices = sum(o.parameters for o in model.graph.operators if o.kind == "matmul" and o.layer is not None)
+    models = [model, load_model(TINY, optimizer="muon")]
+    kept = [estimate(each, 16, {"dp": 2}, zero_stage=1).optimizer for each in models]
+    assert 0 < 4 * matrices / 2 == pytest.approx(kept[0] - kept[1])
+    cluster = load_cluster({**CLUSTER, "devices_per_host": 2})
+    of_adamw, of_muon = (plan(each, cluster, 16, mixed_stages=False) for each in models)
+    assert any("tp=2" in str(found) for found in of_adamw)
+    assert not any("tp=" in str(found) for found in of_muon)
+    seconds = [next(p.parts["optimizer"] for p in plans if str(p) == "dp=2") for plans in (of_adamw, of_muon)]
+    assert seconds[1] > seconds[0]
+    with pytest.raises(ValueError, match="optimizer must be adamw or muon, got 'sgd'"):
+        load_model(TINY, optimizer="sgd")
 
 
 def test_the_integer_program_finds_the_tensor_parallel_shards_of_megatron():
@@ -557,11 +573,11 @@ def test_groups_on_one_host_use_the_inside_link_and_others_the_between_link():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 0}, "tp must be from 1 on"),
-        ({"micro_batch": -1}, "micro_batch must be from 1 on"),
+        ({"tp": 0}, "tp must be at least 1"),
+        ({"micro_batch": -1}, "micro_batch must be at least 1"),
         ({"stage": (3, 1)}, "stage must be operators"),
         ({"stage": (0, 999)}, "stage must be operators"),
-        ({"tp": 2, "ep": 2}, "experts are spread with data parallelism alone"),
+        ({"tp": 2, "ep": 2}, "expert parallelism is supported only with data parallelism"),
         ({"precision": "int8"}, "precision must be one of mixed, float32"),
         ({"zero_stage": 4}, "zero_stage must be"),
     ],
@@ -591,7 +607,7 @@ def test_long_rows_that_do_not_fit_are_planned_with_sequence_parallelism():
     cluster = load_cluster({**CLUSTER, "memory_gib": 2})
     plans = plan(load_model(keys), cluster, 4)
     assert plans[0].mesh.get("sp", 1) > 1
-    assert "GiB at least" in next(r for r in plans.rejected if r.what == "dp=4").why
+    assert "needs at least" in next(r for r in plans.rejected if r.what == "dp=4").why
     assert f"--mesh {plans[0]} " in launch_command(plans[0], plans)
     assert f"best     {plans[0]}: " in text_of(plans)
     # Of all meshes without tensor parallelism, the best one is the one that the simulation says.
@@ -619,7 +635,7 @@ def test_sequence_parallelism_is_planned_only_if_it_divides_the_heads():
     assert sizes == {1, 2}
     assert rejected["dp=2,sp=3"] == "sp=3 does not divide num_key_value_heads, 4"
     sizes, rejected = meshes(load_model({**LLAMA, "sequence": 3}))
-    assert (sizes, rejected["sp=4"]) == ({1, 2}, "sp=4 needs rows of as many tokens, and they have 3")
+    assert (sizes, rejected["sp=4"]) == ({1, 2}, "sp=4 needs rows of at least 4 tokens, and they have 3")
     sizes, rejected = meshes(load_model("t5-base", sequence=64))
     assert (sizes, rejected["sp=4"]) == ({1}, "sp needs a model with one list of transformer layers")
     operators = [{"name": "a", "kind": "matmul", "rows": 8, "width_in": 64, "width_out": 64}]
@@ -634,7 +650,7 @@ def test_plans_that_do_not_fit_in_memory_are_rejected_with_the_reason():
     plans = plan(model, small, 16)
     assert all(p.margin >= 0.1 - 1e-9 for p in plans)
     dp = next(r for r in plans.rejected if r.what == "dp=8")
-    assert "GiB at least" in dp.why
+    assert "needs at least" in dp.why
     assert dp.needs > small.memory
     heads = next(r for r in plans.rejected if r.what == "tp=8")
     assert heads.why == "8 does not divide n_head, 25"
@@ -660,22 +676,22 @@ def test_an_encoder_decoder_has_at_most_two_pipeline_stages():
     assert any(r.what == "pp=4" for r in plans.rejected)
     assert all(launch_command(p, plans) is None for p in plans)
     assert "in your script: dp.parallelize(model, dp.init_device_mesh(" in text_of(plans)
-    with pytest.raises(ValueError, match="pp=4: t5-base has 2 layers that may be stages"):
+    with pytest.raises(ValueError, match="pp=4: t5-base has 2 layers that can be stages"):
         predict(load_model("t5-base"), load_cluster(CLUSTER), 16, {"pp": 4}, 4)
 
 
 @pytest.mark.parametrize(
     ("mesh", "micro_batch", "options", "message"),
     [
-        ({"dp": 3}, 1, {}, "is not 4 devices"),
+        ({"dp": 3}, 1, {}, "does not have the 4 devices"),
         ({"dp": 4}, 3, {}, "do not divide 16 samples"),
         ({"pp": 2, "dp": 2}, 1, {"blocks": [1, 1]}, "does not split 6 layers"),
-        ({"dp": 4}, 0, {}, "the micro-batch has samples from 1 on"),
+        ({"dp": 4}, 0, {}, "micro_batch must be at least 1"),
         ({"cp": 4}, 1, {}, "a mesh has axes dp, pp, ep, sp, tp"),
-        ({"pp": 2, "sp": 2}, 1, {}, "pp=2,sp=2: sp is not combined with pp"),
+        ({"pp": 2, "sp": 2}, 1, {}, "pp=2,sp=2: sp with pp is not supported"),
         ({"ep": 4}, 1, {}, "ep=4: 4 does not divide 0 experts"),
         ({"pp": 2, "dp": (2, 1, 1)}, 1, {}, "or of as many stages"),
-        ({"pp": 2, "dp": (2, 1)}, 1, {}, "is not 4 devices"),
+        ({"pp": 2, "dp": (2, 1)}, 1, {}, "does not have the 4 devices"),
         ({"pp": 2, "dp": (2, 1), "tp": (1, 2)}, 1, {}, "1 samples of a micro-batch cannot be split evenly among 2"),
     ],
 )
@@ -725,7 +741,7 @@ def test_launch_commands_of_plans_are_accepted_by_the_recipe(model, rank, rate):
 def test_the_plan_command_prints_writes_json_and_plots(capsys, tmp_path, files):
     code, out, _ = run(capsys, *files, "--json", tmp_path / "plan.json", "--plot", tmp_path / "plan.png")
     assert code == 0
-    assert "launch   mindnlp-dp run --nproc 4 scripts/finetune.py --vocab-size 1000 --hidden-size 64" in out
+    assert "launch   mindnlp-dp run --nproc 4 scripts/finetune.py --train-file FILE --test-fraction 0.1 --vocab" in out
     written = json.loads((tmp_path / "plan.json").read_text())
     best = written["plans"][0]
     assert best["seconds"] == min(p["seconds"] for p in written["plans"])
@@ -741,7 +757,7 @@ def test_the_plan_command_prints_writes_json_and_plots(capsys, tmp_path, files):
         (["--model", "nothing"], "model 'nothing' is neither a file nor one of"),
         (["--cluster", "nothing"], "cluster 'nothing' is neither a file nor one of"),
         (["--fill", "0"], "fill must be a share"),
-        (["--devices", "6"], "6 devices are not whole hosts"),
+        (["--devices", "6"], "6 devices do not fill the hosts"),
         (["--measure", "x.yaml"], "give --cluster, or --measure"),
     ],
 )

@@ -83,16 +83,16 @@ def test_integer_programs_equal_brute_force():
 
 
 def test_an_infeasible_program_names_the_time_and_the_missing_bytes():
-    with pytest.raises(InfeasibleError, match="at time 2, the 2 nodes.*take 12 bytes at least, and 10.*2 are missing"):
+    with pytest.raises(InfeasibleError, match="at time 2, the 2 nodes.*need at least 12 bytes, and 10.*2 are missing"):
         choose_strategies([[0.0], [0.0]], [], usages=[[5], [7]], lifetimes=[(0, 3), (2, 4)], limit=10)
     # Each node alone could choose its smaller strategy, but both together may not.
     forbidden = np.array([[True, False], [False, False]])
-    with pytest.raises(InfeasibleError, match="at time 0, .* take 11 bytes at least, and 9 are allowed: 2 are missing"):
+    with pytest.raises(InfeasibleError, match="at time 0, .* need at least 11 bytes, and 9 are allowed: 2 are missing"):
         choose_strategies([[0, 0], [0, 0]], [], usages=[[4, 6], [5, 9]], limit=9, alias=[(0, 1, forbidden)])
     with pytest.raises(InfeasibleError, match="node 1 has no strategy left"):
         choose_strategies([[0.0], [np.inf]], [])
     odd = np.array([[np.inf, 0], [0, np.inf]])
-    with pytest.raises(InfeasibleError, match="no choice keeps clear of all forbidden pairs"):
+    with pytest.raises(InfeasibleError, match="no choice avoids all forbidden pairs"):
         choose_strategies([[0, 0]] * 3, [(0, 1, odd), (1, 2, odd), (2, 0, odd)])
 
 
@@ -133,7 +133,7 @@ def test_invalid_options_of_programs_are_refused():
         choose_strategies([[1.0], [1.0]], [], follow=[1, 0])
     with pytest.raises(ValueError, match="node 1 has 2 strategies and follows node 0, which has 1"):
         choose_strategies([[1.0], [1.0, 2.0]], [], follow=[None, 0])
-    with pytest.raises(ValueError, match="usages\\[0\\] must be numbers from 0 on"):
+    with pytest.raises(ValueError, match="usages\\[0\\] must be numbers of at least 0"):
         choose_strategies([[1.0]], [], usages=[[-1.0]], limit=3)
 
 
@@ -206,7 +206,7 @@ def test_infeasible_slicings_are_refused_with_the_reason():
         slice_stages(cost, None, [2], 3, 4)
     none_fits = np.zeros(cost.shape)
     none_fits[:, :, 0, 0][np.ix_(range(2), range(1, 3))] = -1
-    with pytest.raises(InfeasibleError, match="no stage can have layer 1: its memory suffices on no submesh"):
+    with pytest.raises(InfeasibleError, match="no stage can have layer 1: no submesh has enough memory for it"):
         slice_stages(cost, none_fits, [1], 3, 4)
     broken = cost.copy()
     broken[:2, 1:] = np.inf
@@ -218,9 +218,9 @@ def test_infeasible_slicings_are_refused_with_the_reason():
     ("change", "message"),
     [
         ({"cost": np.ones((2, 3, 1, 1))}, "cost must be an array"),
-        ({"cost": -np.ones((2, 2, 1, 1))}, "times from 0 on"),
+        ({"cost": -np.ones((2, 2, 1, 1))}, "times of at least 0"),
         ({"submesh_sizes": [1, 2]}, "knows 1 submeshes"),
-        ({"num_microbatches": 0}, "from 1 on"),
+        ({"num_microbatches": 0}, "of at least 1"),
         ({"max_in_flight": np.ones((2, 2, 1, 2))}, "must have cost's shape"),
         ({"boundary": [1.0]}, "boundary must be times"),
     ],
@@ -243,7 +243,7 @@ def test_a_nearly_binding_memory_limit_is_solved_exactly():
         given = (costs, [], usages, [(0, 1)] * num, limit, [None] * num, [])
         wanted = brute_force_choice(*given)
         if np.isinf(wanted):
-            with pytest.raises(InfeasibleError, match="bytes at least"):
+            with pytest.raises(InfeasibleError, match="at least .* bytes"):
                 choose_strategies(costs, [], usages=usages, limit=limit)
         else:
             assert choose_strategies(costs, [], usages=usages, limit=limit).cost == pytest.approx(wanted, rel=1e-9)

@@ -98,7 +98,7 @@ def test_every_pass_starts_after_its_inputs_have_arrived():
     [
         (([1.0], [1.0, 2.0], 1), "an entry for each stage"),
         (([1.0], [1.0], 0), "an entry for each stage"),
-        (([-1.0], [1.0], 1), "forward must be finite times from 0 on"),
+        (([-1.0], [1.0], 1), "forward must be finite times of at least 0"),
         (([1.0], [1.0], 1, "1b1f"), "schedule must be one of"),
         (([1.0] * 3, [1.0] * 3, 1, "gpipe", [0.1]), "transfer must be one time, or 2"),
     ],
@@ -159,7 +159,7 @@ def as_tuple(task):
 
 
 def brute_force_schedule(tasks):
-    """Return the least makespan over all orders of the tasks and all choices of senders; orders are vectorised."""
+    """Return the least makespan over all orders of the tasks and all choices of senders; orders are vectorized."""
     orders = np.array(list(itertools.permutations(range(len(tasks)))))
     num_senders = 1 + max(s for senders, _, _ in tasks for s in senders)
     num_receivers = 1 + max(r for _, receivers, _ in tasks for r in receivers)
@@ -256,7 +256,7 @@ def test_resharding_tasks_rebuild_the_tensor():
 
 @pytest.mark.parametrize("spec", ["R", "S0S0R", "S2RR", "xRR", "S0S01R", "RRRR"])
 def test_invalid_layouts_are_refused(spec):
-    with pytest.raises(ValueError, match="layout of 3 dimensions|cuts one dimension at most"):
+    with pytest.raises(ValueError, match="layout of 3 dimensions|shards at most one dimension"):
         parse_spec(spec, 3)
 
 

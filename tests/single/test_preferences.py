@@ -106,6 +106,7 @@ def test_every_form_of_a_preference_row_gives_the_same_pair(tmp_path, row):
     assert [message.content for message in pair.rejected] == ["2 + 2?", " 5"]
 
 
+@pytest.mark.core
 def test_assistant_messages_in_the_prompt_have_no_labels(tmp_path):
     prompt = [user("a"), assistant("b"), user("c")]
     row = {"prompt": prompt, "chosen": [assistant("d")], "rejected": [assistant("e")]}
@@ -113,10 +114,11 @@ def test_assistant_messages_in_the_prompt_have_no_labels(tmp_path):
     assert [message.is_counted for message in pair.rejected] == [False, False, False, True]
 
 
+@pytest.mark.core
 def test_equal_answers_are_left_out_with_a_warning(tmp_path, capsys):
     rows = [{"prompt": "a", "chosen": "b", "rejected": end} for end in ("b", "c")]
     assert len(read_preferences(write(tmp_path, *rows))) == 1
-    assert "in 1 rows chosen equals rejected" in capsys.readouterr().err
+    assert "rows left out, whose chosen equals rejected: 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

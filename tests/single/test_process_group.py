@@ -110,7 +110,9 @@ def test_backends_that_contradict_the_launcher_are_refused():
     [(SRUN, "srun --mpi=pmix python script.py"), (TORCHRUN, "mindnlp-dp run --nproc 2 script.py")],
 )
 def test_srun_without_mpi_and_torchrun_are_refused_with_the_command_to_use(requested, launch, instead):
-    with pytest.raises(ValueError, match=f"{launch.by} started 2 processes, which cannot meet.*; type {instead}"):
+    with pytest.raises(
+        ValueError, match=f"{launch.by} started 2 processes, which cannot connect to each other.*; type {instead}"
+    ):
         choose_backend(requested, launch, "CPU")
 
 
@@ -118,9 +120,10 @@ def test_srun_without_mpi_and_torchrun_are_refused_with_the_command_to_use(reque
 @pytest.mark.parametrize(("number", "several", "n"), [(8, "8", "8"), (None, "several", "N")])
 def test_a_rank_table_is_refused(requested, number, several, n):
     said = (
-        f"{RANK_TABLE} started {several} processes, which cannot meet and would train {several} separate models; type "
-        f"mindnlp-dp run --nproc {n} script.py, or msrun --worker_num={n} --local_worker_num={n} script.py; if this is "
-        "a single process, and an earlier job left the variables: unset RANK_ID RANK_SIZE RANK_TABLE_FILE"
+        f"{RANK_TABLE} started {several} processes, which cannot connect to each other and would train {several} "
+        f"separate models; type mindnlp-dp run --nproc {n} script.py, or msrun --worker_num={n} "
+        f"--local_worker_num={n} script.py; if this is a single process, and an earlier job left "
+        "the variables: unset RANK_ID RANK_SIZE RANK_TABLE_FILE"
     )
     with pytest.raises(ValueError, match=f"^{said} MINDSPORE_HCCL_CONFIG_PATH$"):
         choose_backend(requested, Launch(RANK_TABLE, number), "Ascend")
@@ -144,7 +147,10 @@ print(*map(_blames_another_rank, (MPI.Exception(MPI.ERR_PROC_FAILED), chained(MP
 
 
 def test_srun_with_mpi_is_refused_on_devices():
-    with pytest.raises(ValueError, match="MindSpore's own libraries do not meet that way.*launch_msrun_multi_node.sh"):
+    with pytest.raises(
+        ValueError,
+        match="own libraries cannot connect processes that are started like this.*launch_msrun_multi_node.sh",
+    ):
         choose_backend("auto", SRUN_MPI, "Ascend")
 
 
@@ -186,7 +192,7 @@ def test_the_error_for_a_missing_process_group_names_the_launcher(no_group, monk
         (
             "AllGather failed.\n\n---- C++ Call Stack",
             CollectiveTimeoutError,
-            "rank 1 lost a rank that it exchanges with, 0 s after",
+            "rank 1 lost the connection to another rank, 0 s after",
         ),
         ("Allocate memory failed", RuntimeError, "Allocate memory failed"),
     ],

@@ -68,8 +68,7 @@ def test_commands_in_pages_exist(page):
     source = (ROOT / "mindnlp_dp" / "commands" / "main.py").read_text(encoding="utf-8")
     known = set(re.findall(r'add_parser\(\s*"(\w+)"', source))
     named = set(re.findall(r"(?:^|`)mindnlp-dp (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE))
-    # The changelog also names former subcommands.
-    assert named <= known | ({"algorithms", "scaling"} if page.name == "CHANGELOG.md" else set())
+    assert named <= known
 
 
 def test_pages_name_enough_paths_names_and_commands():

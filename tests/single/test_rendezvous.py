@@ -86,7 +86,7 @@ def test_rendezvous_messages_arrive_complete_and_in_order(ends):
 @pytest.mark.parametrize("tokens", [(TOKEN, b"f" * 16), (b"f" * 16, TOKEN)])
 def test_a_wrong_token_is_refused(ends, tokens):
     server, client = ends(*tokens)
-    with pytest.raises(AuthenticationError, match="does not know this job's token"):
+    with pytest.raises(AuthenticationError, match="does not have this job's token"):
         greet(server, client)
     assert not server.is_ready
 
@@ -201,7 +201,7 @@ def test_invalid_connections_are_refused_and_do_not_block_a_host(capsys):
         port = probe.getsockname()[1]
     server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop(), device="CPU")
     try:
-        with pytest.raises(LaunchError, match=f"port {port} of the endpoint cannot be listened at"):
+        with pytest.raises(LaunchError, match=f"cannot listen at port {port} of the endpoint"):
             RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop(), device="CPU")
         noisy = socket.create_connection(("127.0.0.1", port))
         noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
@@ -229,7 +229,7 @@ def test_invalid_connections_are_refused_and_do_not_block_a_host(capsys):
         while server.hosts != [] and server.hosts[0] is first and time.monotonic() < deadline:
             server._loop.run_once(0.01)
             again.receive()
-        assert (len(server.hosts), first.lost) == (1, "its launcher came again")
+        assert (len(server.hosts), first.lost) == (1, "its launcher joined again")
         assert server.hosts[0] is not first
         again.socket.close()
         server._loop.run_until(lambda: not server.hosts, 5)
@@ -238,7 +238,7 @@ def test_invalid_connections_are_refused_and_do_not_block_a_host(capsys):
             sock.close()
     finally:
         server.close(0)
-    assert capsys.readouterr().err == "a process at 127.0.0.1 does not know this job's token, and was refused\n"
+    assert capsys.readouterr().err == "a process at 127.0.0.1 does not have this job's token, and was refused\n"
 
 
 def test_a_host_report_is_converted_to_the_clock_of_its_reader():
@@ -411,7 +411,7 @@ def test_nproc_per_node_auto_counts_devices_or_cores(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for text, device, message in [
         ("gpu", "GPU", "this host has no GPU cards to use"), ("auto", "cpu", "DEVICE_TARGET is cpu, expected"),
-        ("npu", "CPU", "npu: ranks would take CPU; DEVICE_TARGET=Ascend"),
+        ("npu", "CPU", "npu: ranks would use CPU; set DEVICE_TARGET=Ascend"),
     ]:  # fmt: skip
         monkeypatch.setenv("DEVICE_TARGET", device)
         with pytest.raises(SystemExit):
@@ -487,7 +487,7 @@ def test_an_endpoint_that_closes_connections_is_not_reported_as_a_wrong_token(mo
         thread = threading.Thread(target=hang_up)
         thread.start()
         try:
-            with pytest.raises(TemporaryError, match="hung up before it asked for our token"):
+            with pytest.raises(TemporaryError, match="closed the connection before it asked for a token"):
                 connect(Rendezvous("127.0.0.1", listening.getsockname()[1], TOKEN), 0.3)
         finally:
             is_over.set()

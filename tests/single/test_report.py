@@ -162,8 +162,8 @@ def test_the_speed_up_compares_one_process_with_the_fastest_run():
     [
         (None, r"report.json does not exist; it is written by scripts/finetune.py when a run has ended"),
         ("{", r"report.json is not JSON"),
-        ("[]", r"is not the report of a run: it lacks world_size, backend"),
-        ('{"world_size": 1}', r"is not the report of a run: it lacks backend"),
+        ("[]", r"is not the report of a run: it does not have world_size, backend"),
+        ('{"world_size": 1}', r"is not the report of a run: it does not have backend"),
     ],
 )
 def test_a_folder_without_a_valid_report_json_is_refused(tmp_path, capsys, content, expected):

@@ -19,6 +19,7 @@ def refuse():
     raise AssertionError("made again")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("broken", [b"", b"x" * 600, None])
 def test_a_damaged_row_cache_is_rebuilt_and_a_valid_one_is_read(tmp_path, broken):
     cached(str(tmp_path), "a", made)
@@ -46,6 +47,7 @@ def test_rows_sent_to_other_hosts_do_not_need_the_cache_file(tmp_path):
     assert pickle.loads(sent)[0]["input_ids"].tolist() == [5, 6, 7, 5, 6, 7]
 
 
+@pytest.mark.core
 def test_the_cache_key_changes_with_texts_order_and_settings():
     one, other = (Conversation([{"role": "user", "content": text}]) for text in ("a", "b"))
     settings = ["tokenizer", 64]

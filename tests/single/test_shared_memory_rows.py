@@ -81,7 +81,7 @@ def test_shared_rows_are_none_without_free_memory(monkeypatch):
 
 def test_hosts_with_different_numbers_of_ranks_are_reported():
     assert why_not_shared([3, 3, 3]) == ""
-    assert why_not_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start as many on every host")
+    assert why_not_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start the same number on every host")
 
 
 def bucket():

@@ -73,7 +73,7 @@ def test_no_speed_up_is_predicted_if_two_ranks_are_slower_than_one(capsys):
     fitted = fit({1: dict.fromkeys(WAYS, 100.0), 2: dict.fromkeys(WAYS, 80.0)})
     print_report(fitted)
     said = capsys.readouterr().out
-    assert said.count("note: 2 ranks are slower than one, which no fraction explains; nothing is predicted") == 2
+    assert said.count("note: 2 ranks are slower than one, so no parallel fraction fits, and no prediction is made") == 2
     assert [line.split()[0] for line in said.splitlines() if line[:7].strip().isdigit()] == ["1", "2"] * 2
     assert "0.0000" in said
 

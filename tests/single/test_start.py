@@ -57,7 +57,10 @@ CLASSIFIER = "finetune.py --train-file a.csv --test-file a.csv"
         (f"{CLASSIFIER} --pipeline-layers a", "layers of stages are written as 5,7"),
         (f"{CLASSIFIER} --model ./none", "the model ./none cannot be loaded: there is no such folder"),
         (f"{CLASSIFIER} --model .", "the model . cannot be loaded: the folder has no config.json"),
-        (f"{CLASSIFIER} --model adapters", "adapters has adapters, and no model; pass the model that they were"),
+        (
+            f"{CLASSIFIER} --model adapters",
+            "adapters/adapter_config.json does not describe adapters",
+        ),
         (f"{CLASSIFIER} --output-dir a.csv", "output_dir must name a folder, and a.csv is a file"),
         (f"{CLASSIFIER} --plan none.json", "none.json is not what mindnlp-dp plan --json writes"),
         ("finetune.py --dataset .", "the data set . "),

@@ -72,7 +72,7 @@ def test_an_invalid_status_file_is_refused(tmp_path, change, capsys):
     path = tmp_path / "status.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     assert main(["status", str(tmp_path)]) == 2
-    assert "has a status that no launcher wrote" in capsys.readouterr().err
+    assert "has a status file that was not written by a launcher" in capsys.readouterr().err
 
 
 @pytest.fixture

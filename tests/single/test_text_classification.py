@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import dataclasses
+import gzip
 import json
+import lzma
 import subprocess
 from pathlib import Path
 
@@ -12,13 +15,14 @@ import numpy as np
 import pytest
 
 from mindnlp_dp.finetuning.arguments import chosen, held_out
+from mindnlp_dp.finetuning.files import read_rows
 from mindnlp_dp.finetuning.progress import log_line
 from mindnlp_dp.finetuning.settings import InputError, parse_config
 from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.config import FinetuneConfig
-from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples
+from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples, texts_of
 from mindnlp_dp.text_classification.hub import load_examples
 from mindnlp_dp.text_classification.predictions import write_predictions
 from mindnlp_dp.text_classification.recorder import class_scores
@@ -60,17 +64,18 @@ def test_a_text_longer_than_the_csv_field_limit_is_read(tmp_path, name, delimite
     assert csv.field_size_limit() == limit
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,label\na,b,c\n", r"a.csv, line 2: 3 fields, but the header has 2"),
-        ("a.csv", 'text,label\n"a\nb",x\nc\n', r"a.csv, line 4: 1 fields, but the header has 2"),
+        ("a.csv", "text,label\na,b,c\n", r"a.csv, line 2: expected 2 fields, as in the header, got 3"),
+        ("a.csv", 'text,label\n"a\nb",x\nc\n', r"a.csv, line 4: expected 2 fields, as in the header, got 1"),
         (
             "a.tsv", 'label\ttext\n1\t"one\ntwo"\n',
-            "a.tsv, line 3: 1 fields, but the header has 2; quotes are text in TSV, so that no field can hold a line "
-            "break: if one does, save the file as CSV or JSON lines",
+            "a.tsv, line 3: expected 2 fields, as in the header, got 1; quotes are text in TSV, so that no field can "
+            "hold a line break: if one does, save the file as CSV or JSON lines",
         ),
-        ("a.tsv", "label\ttext\n1\ttwo\tthree\n", "a.tsv, line 2: 3 fields, but the header has 2$"),
+        ("a.tsv", "label\ttext\n1\ttwo\tthree\n", "a.tsv, line 2: expected 2 fields, as in the header, got 3$"),
         ("a.csv", "text,label\n ,x\n", "a.csv, line 2: the text is empty"),
         ("a.csv", "text,label\na,\n", "a.csv, line 2: the label is empty"),
         ("a.csv", "text,label\n", "a.csv: it has no rows below the header"),
@@ -96,14 +101,23 @@ def test_a_text_longer_than_the_csv_field_limit_is_read(tmp_path, name, delimite
         ("a.jsonl", '\n{"text": "a \\ud83d b", "label": 0}', r"line 2: .ud83d is half of a character; remove it"),
         ("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000, "line 1: the JSON has too many levels"),
         ("a.jsonl", '{"label": ' + "9" * 5000 + "}", "line 1: Exceeds the limit"),
-        ("a.jsonl", '{"text": "a", "label": 1} {}', "line 1: text after the object"),
+        ("a.jsonl", '{"text": "a", "label": 1} {}', "line 1: \" {}\" after the object; expected one"),
         ("a.json", '[\n{"text": "a", "label": 1}\n{"text": "b"}]', "line 3: expected a comma, and another object"),
         ("a.json", '[\n{"text": "a", "label": 1},\n\n{"text": ]', "a.json, line 4: Expecting value"),
         ("a.json", '[{"text": "a", "label": 1}', "line 1: expected a comma, and .*, or ] at the end"),
         ("a.json", '[{"text": "a", "label": 1}] x', "line 1: expected a comma, and .*, or ] at the end"),
         ("a.json", "[ ]", "a.json: it has no rows"),
         ("a.json", '{"data":\n [{"text": "a", "label": 1}]}', "line 1: .* one JSON object per line, or a list"),
+        ("a.json", '[{"text": "a", "label": 1},\n]', "line 2: a comma before the ] at the end; remove it"),
+        ("a.jsonl", '{"text": "a", "label": 1},\n', 'line 1: "," after the object; expected one JSON object per line'),
+        ("a.csv", '{"text": "a", "label": 1}\n', "a.csv, line 1: this is JSON; name the file .jsonl or .json"),
+        ("a.tsv", '[\n{"text": "a", "label": 1}\n', "a.tsv, line 1: this is JSON; name the file .jsonl or .json"),
         ("a.parquet", "text,label\n", "a.parquet is not a Parquet file"),
+        ("a.csv", gzip.compress(b"text,label\na,b\n"), "a.csv is compressed by gzip; unpack it"),
+        ("a.jsonl", bz2.compress(b"{}"), "a.jsonl is compressed by bzip2; unpack it"),
+        ("a.csv", lzma.compress(b"text,label\na,b\n"), "a.csv is compressed by xz; unpack it"),
+        ("a.csv", b"PK\x03\x04\x14\x00", "a.csv is a zip archive, such as an Excel workbook; unpack it, or save the"),
+        ("a.tsv", b"PAR1\x15\x04", "a.tsv is a Parquet file; name it .parquet"),
     ],
 )  # fmt: skip
 def test_invalid_files_are_refused_with_their_line(tmp_path, name, content, message):
@@ -111,6 +125,7 @@ def test_invalid_files_are_refused_with_their_line(tmp_path, name, content, mess
         read_examples(write(tmp_path / name, content))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("encoding", ["gbk", "utf-16-le", "big5", "cp1252"])
 @pytest.mark.parametrize("name", ["train data.csv", "a.jsonl"])
 def test_the_command_for_another_encoding_converts_the_file(tmp_path, encoding, name):
@@ -150,6 +165,42 @@ def test_forms_of_files_that_are_read(tmp_path):
     assert read_examples(str(tmp_path / "a.parquet")) == expected
 
 
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("name", "content", "columns"),
+    [
+        ("a.csv", '"text, from a mail";label\none, two;x\nthree;y\n', "text, from a mail|label"),
+        ("a.csv", '"text; from a mail",label\n"one, two",x\nthree,y\n', "text; from a mail|label"),
+        ("a.csv", "text, from a mail;label\none, two;x\nthree;y\n", None),
+        ("a.csv", "text, from a mail;label\nthree;y\none, two;x\n", "text, from a mail|label"),
+        ("a.csv", "text\tlabel\none, two\tx\nthree\ty\n", "text|label"),
+        ("a.csv", '"text\nof a mail"|label\n"one\n""two"""|x\nthree|y\n', "text\nof a mail|label"),
+        ("a.csv", '"text\nof a mail",label\n"one\n""two"";",x\nthree,y\n', "text\nof a mail|label"),
+        ("a.csv", "text;id;label\n\none, two;1,5;x\nthree;2;y\n", "text|label"),
+        ("a.tsv", "text, of a mail\tlabel\none, two\tx\nthree\ty\n", "text, of a mail|label"),
+    ],
+)  # fmt: skip
+def test_the_separator_is_found_beside_other_marks(tmp_path, name, content, columns):
+    path = write(tmp_path / name, content)
+    if columns is None:
+        # Both marks divide header and row in two: the error shows what the comma has made of the header.
+        with pytest.raises(InputError, match="no label column; .* found text, from a mail;label"):
+            read_examples(path)
+        return
+    found = read_examples(path, Columns(*columns.split("|")))
+    assert sorted(found.labels) == ["x", "y"]
+    assert sorted(found.texts) in [["one, two", "three"], ['one\n"two"', "three"], ['one\n"two";', "three"]]
+
+
+def test_a_file_of_texts_alone(tmp_path):
+    for name, content in (("a.csv", 'text\n"one, two"\nthree; four\n'), ("a.tsv", "text\none, two\nthree; four\n")):
+        rows = read_rows(write(tmp_path / name, content))
+        assert texts_of(rows, Columns(), name) == ["one, two", "three; four"]
+    with pytest.raises(InputError, match="a.csv, line 3: expected 1 fields, as in the header, got 2"):
+        list(read_rows(write(tmp_path / "a.csv", "text\none\ntwo, three\n")))
+
+
+@pytest.mark.core
 def test_equal_labels_of_different_spelling_are_one_class(tmp_path):
     labels = [1, 1.0, "1", "caf\u00e9", "cafe\u0301", "caf\u00e9\u200b "]
     lines = "".join(json.dumps({"text": "a", "Text": "b", "label": label}) + "\n" for label in labels)
@@ -405,14 +456,15 @@ def test_class_scores_match_the_closed_form():
     ]
 
 
+@pytest.mark.core
 def test_samples_are_chosen_by_the_seed_and_held_out_by_label():
     assert chosen(100, 10, 1).tolist() == sorted(set(chosen(100, 10, 1).tolist())) != chosen(100, 10, 2).tolist()
     labels = np.repeat(["a", "b", "c"], [50, 10, 1])
     is_held_out = held_out(labels, 0.2, 3)
     assert [int(is_held_out[labels == label].sum()) for label in "abc"] == [10, 2, 0]
-    with pytest.raises(InputError, match=r"^a.csv has 1 rows of its most frequent label, and .*\(at least 5\)"):
+    with pytest.raises(InputError, match=r"^a.csv: .* of its most frequent label \(1\) .*\(at least 5\)"):
         held_out(np.array(["a", "b"]), 0.2, 3, "a.csv")
-    with pytest.raises(InputError, match=r"^a.jsonl has 1 rows, and test_fraction 0.1 of them is less than one row"):
+    with pytest.raises(InputError, match=r"^a.jsonl: test_fraction 0.1 of its rows \(1\) is less than one row"):
         held_out(np.zeros(1, int), 0.1, 3, "a.jsonl")
 
 
@@ -425,12 +477,14 @@ def test_test_fraction_splits_the_training_file(tmp_path):
     assert splits.labels[1].tolist().count(0) == 5
 
 
+@pytest.mark.core
 def test_predictions_are_written_in_the_order_of_the_file(tmp_path):
     write_predictions(tmp_path, ["one, two", "three"], np.log([[0.2, 0.8], [0.5, 0.5]]), ["x", "y"])
     expected = 'text,label,probability\r\n"one, two",y,0.800000\r\nthree,x,0.500000\r\n'
     assert (tmp_path / "predictions.csv").read_bytes().decode() == expected
 
 
+@pytest.mark.core
 def test_dynamic_padding_trims_to_the_longest_text_of_a_micro_batch():
     rows = [{"input_ids": np.array([0, 0, 5, 6, 0]), "attention_mask": np.array(mask), "labels": 1} for mask in (
         [0, 0, 1, 1, 0], [0, 1, 1, 0, 0])]  # fmt: skip

@@ -104,7 +104,7 @@ def test_a_resumed_run_continues_its_curves(tmp_path, monkeypatch, name):
 
 def test_unknown_tracker_names_are_refused():
     assert trackers.tracker_names(None) == trackers.tracker_names("none") == trackers.tracker_names(["none"]) == []
-    with pytest.raises(ValueError, match="report_to names 'wandb', which is none of tensorboard, swanlab, mlflow"):
+    with pytest.raises(ValueError, match="report_to names 'wandb', expected tensorboard, swanlab, mlflow"):
         trackers.tracker_names("wandb")
 
 
@@ -123,5 +123,5 @@ def test_a_tracker_that_fails_does_not_end_training(tmp_path, monkeypatch):
             raise ConnectionError("no network")
 
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", (Broken, "json"))
-    with pytest.warns(RuntimeWarning, match="mlflow gets no more of this run: ConnectionError: no network"):
+    with pytest.warns(RuntimeWarning, match="mlflow does not log this run any more: ConnectionError: no network"):
         assert run(tmp_path, "mlflow").state.global_step == 8

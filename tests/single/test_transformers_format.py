@@ -22,7 +22,7 @@ from library import is_0_5
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.directory import checkpoints_in
 from mindnlp_dp.commands.main import main
-from mindnlp_dp.finetuning.saved_model import load_causal_lm
+from mindnlp_dp.finetuning.saved_model import load_saved
 from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
 from models import train
 
@@ -230,7 +230,7 @@ def test_lora_adapters_and_the_merged_model_give_the_same_logits_in_pytorch(
     folder = chat_models.train_adapters(monkeypatch, tmp_path, kind, *flags, "--max-steps", 20)
     assert main(["export", str(tmp_path / "out"), str(tmp_path / "merged"), "--merge-lora"]) == 0
     rows = np.arange(4, 24).reshape(2, 10)
-    expected = logits_by_mindnlp(load_causal_lm(str(folder)), rows)
+    expected = logits_by_mindnlp(load_saved(str(folder)), rows)
     found = logits_by_torch(torch_python, tmp_path / "merged", rows, tmp_path)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     found = logits_by_torch(torch_python, tmp_path / "base", rows, tmp_path, adapters=folder)

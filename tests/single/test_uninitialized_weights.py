@@ -133,7 +133,7 @@ def test_the_trainer_refuses_an_uninitialized_weight(tmp_path):
     mindspore.Tensor.assign_value.__wrapped__(
         model.classifier.dense.weight, initializer(Normal(1.0), (16, 16), mindspore.float32)
     )
-    with pytest.raises(ValueError, match=r"'classifier.dense.weight' of shape \(16, 16\) was never initialised"):
+    with pytest.raises(ValueError, match=r"'classifier.dense.weight' of shape \(16, 16\) was never initialized"):
         train(model, Rows(8), tmp_path)
 
 
