@@ -43,7 +43,7 @@ class Notes(dp.DataParallelTrainer):
     def training_step(self, model, inputs, *args):
         numbers = [NUMBERS[tuple(row)] for row in inputs["input_ids"].asnumpy().tolist()]
         # In its first micro-step a run has a dummy batch where a rank has no rows.
-        if self.training_loop.across_ranks.weight > 0:
+        if self.training_loop.across_ranks.loss_weight > 0:
             self.updates.append((self.state.global_step, numbers))
         return super().training_step(model, inputs, *args)
 

@@ -138,7 +138,7 @@ def test_invalid_gradients_and_weights_are_refused(group, make):
 def test_synchronizers_with_different_parameters_are_refused(group, make):
     if group.world_size == 1:
         pytest.skip("one rank agrees with itself")
-    with pytest.raises(ReplicaMismatchError, match="rank 0 has 'p4' .* which rank 1 lacks"):
+    with pytest.raises(ReplicaMismatchError, match="rank 0 has 'p4' .* which rank 1 does not have"):
         make(parameters() if group.is_main else parameters()[:-1])
 
 

@@ -114,7 +114,7 @@ def test_broadcast_parameters_refuses_models_of_different_structure_on_all_ranks
         match=rf"rank 0 has 'weight' of shape \(2, 3\) .* where rank {last} has 'weight' of shape \(2, 4\)",
     ):
         dp.broadcast_parameters(nn.Linear(width, 2))
-    with pytest.raises(ReplicaMismatchError, match=f"rank 0 has 'bias' .* which rank {last} lacks"):
+    with pytest.raises(ReplicaMismatchError, match=f"rank 0 has 'bias' .* which rank {last} does not have"):
         dp.broadcast_parameters(nn.Linear(3, 2, bias=group.rank != last))
 
 

@@ -418,7 +418,7 @@ def rewrite(checkpoint, change):
         (lambda c: rewrite(c, lambda manifest: manifest.pop("state")), "checkpoint.json is damaged: it has no state"),
         (
             lambda c: rewrite(c, lambda manifest: manifest["files"].pop("state.safetensors")),
-            "checkpoint.json is damaged: files lacks state.safetensors",
+            "checkpoint.json is damaged: files has no state.safetensors",
         ),
     ],
 )

@@ -51,7 +51,7 @@ def test_invalid_values_of_deterministic_are_refused(monkeypatch):
         with pytest.raises(ValueError, match='deterministic must be True, False or "auto", got'):
             check_deterministic(wrong)
     monkeypatch.setenv(determinism.VARIABLE, "strict")
-    with pytest.raises(ValueError, match="MINDNLP_DP_DETERMINISTIC=strict is none of true, 1, false, 0, auto"):
+    with pytest.raises(ValueError, match="MINDNLP_DP_DETERMINISTIC=strict must be one of true, 1, false, 0, auto"):
         check_deterministic("auto")
 
 

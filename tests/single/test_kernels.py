@@ -948,7 +948,7 @@ class TestWholeModels:
 
 class TestKernelChoice:
     def test_unknown_kernels_are_refused(self, monkeypatch):
-        with pytest.raises(ValueError, match="kernels='fast' is none of 'auto', 'mindspore'"):
+        with pytest.raises(ValueError, match="kernels='fast' must be one of 'auto', 'mindspore'"):
             dispatch.check_kernels("fast")
         monkeypatch.setenv(dispatch.VARIABLE, "quick")
         with pytest.raises(ValueError, match="MINDNLP_DP_KERNELS=quick"):
@@ -1041,9 +1041,9 @@ class TestPrecision:
         assert dispatch.check_precision("auto") == "medium"
         assert dispatch.check_precision("highest") == "highest"
         monkeypatch.setenv("MINDNLP_DP_MATMUL_PRECISION", "low")
-        with pytest.raises(ValueError, match="MINDNLP_DP_MATMUL_PRECISION=low is none of 'auto', 'highest', 'medium'"):
+        with pytest.raises(ValueError, match="MINDNLP_DP_MATMUL_PRECISION=low must be one of 'auto', 'highest', 'medium'"):
             dispatch.check_precision("auto")
-        with pytest.raises(ValueError, match="matmul_precision='high' is none of"):
+        with pytest.raises(ValueError, match="matmul_precision='high' must be one of"):
             dp.init_process_group(matmul_precision="high")
 
     def test_medium_precision_context_restores_the_previous_precision(self, monkeypatch):
