@@ -35,7 +35,7 @@ class BatchAcrossRanks:
 
     Attributes:
         group: the ranks that split the samples.
-        weight: the weight of this rank's loss; 0 if it has no rows.
+        loss_weight: the weight of this rank's loss; 0 if it has no rows.
         is_used: whether the model has looked at the rows of other ranks in any micro-step so far; equal on all ranks.
         has_local_router_loss: whether the router losses of mixtures of experts look at this rank's rows only.
         is_probing: whether a loss is computed only to find out what it is.

@@ -45,9 +45,9 @@ class ForwardBackward:
 
     Attributes:
         model: the model, replicated or sharded.
-        exchange: the gradient exchange, which may begin during the last backward pass.
+        synchronizer: exchanges the gradients, which may begin during the last backward pass.
         gradients_of: a function from a batch's inputs to its mean loss, a number or a scalar tensor, and the gradients
-            of the exchange's parameters.
+            of the synchronizer's parameters.
         forward: a function from a batch's inputs to its mean loss, for the stages of a pipeline.
         loss_weight_of: a function from a batch's inputs to the weight of its loss.
         inputs_of: a function from a batch to what the other functions take.

@@ -142,7 +142,7 @@ class Model:
     Attributes:
         sequence: tokens per sample.
         kind: ``model_type`` of the configuration; "operators" for a YAML file.
-        cuts: positions of the operators before which a pipeline may be cut.
+        split_points: positions of the operators before which a pipeline may be split.
         blocks: number of transformer layers before the first operator, before each cut, and at the end; empty without
             transformer layers.
         divides: numbers that the tensor-parallel degree must divide, by name.
@@ -239,7 +239,7 @@ def cluster_layers(
         work: (n,) the work of each operator.
         across: (n + 1,) the values that cross the place before each operator; those at both ends do not count.
         slack: fraction by which a layer may exceed the average work; more if a single operator exceeds it.
-        cuts: places where a cut is allowed; all by default.
+        split_points: positions where a split is allowed; all by default.
 
     >>> cluster_layers([1, 1, 1, 1], [0, 5, 1, 5, 0], 2)
     [0, 2]
