@@ -1041,7 +1041,9 @@ class TestPrecision:
         assert dispatch.check_precision("auto") == "medium"
         assert dispatch.check_precision("highest") == "highest"
         monkeypatch.setenv("MINDNLP_DP_MATMUL_PRECISION", "low")
-        with pytest.raises(ValueError, match="MINDNLP_DP_MATMUL_PRECISION=low must be one of 'auto', 'highest', 'medium'"):
+        with pytest.raises(
+            ValueError, match="MINDNLP_DP_MATMUL_PRECISION=low must be one of 'auto', 'highest', 'medium'"
+        ):
             dispatch.check_precision("auto")
         with pytest.raises(ValueError, match="matmul_precision='high' must be one of"):
             dp.init_process_group(matmul_precision="high")
