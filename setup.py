@@ -43,6 +43,7 @@ EXTRAS = {
         "ruff>=0.9,<1",
         "mypy>=1.10,<3",
         "import-linter>=2.0,<3",
+        "codespell[toml]>=2.4,<3",
         "types-PyYAML>=6",
         # Both validate scripts/kubernetes/: by Kubernetes' schemas, offline, and by our schemas of custom resources.
         "kubernetes-validate>=1.31,<2",

@@ -160,7 +160,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     print_table(["ms, forward + backward", *libraries], rows)
     ratios = kernel_ratios(table)
     if seconds:
-        print_table(["", "s a step"], [[name, f"{statistics.median(taken):.3f}"] for name, taken in seconds.items()])
+        print_table(["", "s per step"], [[name, f"{statistics.median(taken):.3f}"] for name, taken in seconds.items()])
         ratios = {**ratios_of(seconds), **ratios}
         ratios["global_over_per_rank"] = statistics.median(map(global_over_per_rank, done["steps, ours"]))
     print_table(["ratios", ""], [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()])

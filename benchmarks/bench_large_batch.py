@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ]
         for run in runs
     ]  # fmt: skip
-    print_table(["optimizer", "samples an update", "updates", "learning rate", "accuracy", "loss"], rows)
+    print_table(["optimizer", "samples per update", "updates", "learning rate", "accuracy", "loss"], rows)
     best: dict[str, float] = {}
     for run in runs:
         name = f"{run['optimizer']}_x{run['factor']}"

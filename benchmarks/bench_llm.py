@@ -3,10 +3,10 @@
 
     python benchmarks/bench_llm.py --json outputs/bench_llm.json
 
-Every rank trains 4 sequences of 128 tokens an update: loss of all tokens, clipping, AdamW. "MindNLP" is its own Trainer
-in one process, with kernels of MindSpore; it cannot train on several ranks. "ours" is DataParallelTrainer. PyTorch
-trains a Llama of the same sizes, from its own RMSNorm, attention and fused AdamW, over gloo: DistributedDataParallel.
-LoRA has rank 8, in all linear layers but the output layer.
+Every rank trains 4 sequences of 128 tokens per update: loss of all tokens, clipping, AdamW. "MindNLP" is its own
+Trainer in one process, with kernels of MindSpore; it cannot train on several ranks. "ours" is DataParallelTrainer.
+PyTorch trains a Llama of the same sizes, from its own RMSNorm, attention and fused AdamW, over gloo:
+DistributedDataParallel. LoRA has rank 8, in all linear layers but the output layer.
 
 Every rank has one core; "MindNLP, two cores" is one process that may use both. Peak memory is that of the rank that
 needs most, without what it had before the model was built; the estimate is that of mindnlp-dp estimate. Ranks of one
@@ -148,7 +148,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run all jobs, and print a table of them."""
     found = in_turns(jobs_of(args), args.repeats)
     seconds = {name: [run["seconds"] for run in runs] for name, runs in found.items()}
-    print(f"{machine()}; Llama, {BATCH} x {LENGTH} tokens a rank, medians of {args.repeats} jobs")
+    print(f"{machine()}; Llama, {BATCH} x {LENGTH} tokens per rank, medians of {args.repeats} jobs")
     print("x MindNLP: tokens per second, over those of MindNLP on one core")
     rows, ratios = [], {}
     for name, runs in found.items():

@@ -178,23 +178,23 @@ def grown(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def watch_stages(step: Any, done: Callable[[str], Any]) -> None:
-    """Call ``done`` with the name of each stage of an update as it ends: the backward pass, then the updater's."""
-    updater = step.train_step.updater
+    """Call ``done`` with the name of each stage of an update as it ends: backward pass, exchange, updater."""
 
-    def watched(name: str) -> Callable[..., Any]:
-        stage = getattr(updater, name)
+    def watch(owner: Any, name: str) -> None:
+        stage = getattr(owner, name)
 
-        def call(*arguments: Any) -> Any:
-            if name == "average":
+        def call(*arguments: Any, **options: Any) -> Any:
+            if name == "reduce":
                 done("backward")
-            result = stage(*arguments)
+            result = stage(*arguments, **options)
             done(name)
             return result
 
-        return call
+        setattr(owner, name, call)
 
-    for name in ("average", "clip", "update", "finish"):
-        setattr(updater, name, watched(name))
+    watch(step.synchronizer, "reduce")
+    for name in ("clip", "update", "finish"):
+        watch(step.train_step.updater, name)
 
 
 def activations(args: argparse.Namespace) -> dict[str, Any]:

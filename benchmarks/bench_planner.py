@@ -7,7 +7,7 @@
 * integer programs: 384 nodes with 9 strategies in a chain with shortcuts; also with a memory limit that restricts the
   solution, to within 2 % of the optimum.
 * complete plan: a GPT-3 with 175 billion parameters on 64 A100, and how much slower the best uniform grid (dp, tp, pp)
-  with even stages is by the same simulator; and on 1,024 A100, with 1,536 samples an update.
+  with even stages is by the same simulator; and on 1,024 A100, with 1,536 samples per update.
 * machine: this machine is measured with two ranks; then the update time of every mesh of two ranks is predicted and
   measured for both models of bench_parallel.py, with one core per rank.
 """

@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         return {name: statistics.median(report[key] for report in reports) for name, key in names.items()}
 
     table = {name: {setting: medians(reports) for setting, reports in runs[name].items()} for name in pythons}
-    print(f"{machine()}; {args.batch} samples a rank, {args.steps} updates, median of {args.repeats}")
+    print(f"{machine()}; {args.batch} samples per rank, {args.steps} updates, median of {args.repeats}")
     first = next(iter(table.values()))
     for name, of_python in table.items():
         default, tuned, *_ = (row["samples_per_second"] for row in of_python.values())
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     run_benchmark(
         __doc__, measure, {}, repeats=3,
-        batch={"type": int, "default": 64, "help": "samples a rank in an update"},
+        batch={"type": int, "default": 64, "help": "samples per rank in an update"},
         steps={"type": int, "default": 60, "help": "updates a run"},
         python={"nargs": "+", "default": [sys.executable], "help": "interpreters of the environments"},
     )  # fmt: skip

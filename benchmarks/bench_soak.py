@@ -37,7 +37,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         table[name] = {"kb_an_update": slope(memory), "mb_at_the_end": memory[-1] / 1024, "kb": memory}
     print(f"{machine()}; {args.updates} updates")
     rows = [[name, f"{row['kb_an_update']:.1f}", f"{row['mb_at_the_end']:.0f} MB"] for name, row in table.items()]
-    print_table(["", "KB an update", "at the end"], rows)
+    print_table(["", "KB per update", "at the end"], rows)
     return {"updates": args.updates, "table": table}
 
 

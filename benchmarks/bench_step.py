@@ -93,7 +93,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             ("PyTorch, with ZeroRedundancyOptimizer", "torch one", "torch two, zero"),
         ]
     print(
-        f"{machine()}; BERT, 22.7 million parameters, {BATCH} x {LENGTH} tokens a rank, medians of {args.repeats} jobs"
+        f"{machine()}; BERT, 22.7 million parameters, {BATCH} x {LENGTH} tokens per rank, medians "
+        f"of {args.repeats} jobs"
     )
     print("x MindNLP: samples per second, over those of MindNLP in one process")
     rows = [["MindNLP, on kernels of MindSpore", f"{statistics.median(own):.3f} s", "", "", "", "1.00"]]
@@ -128,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ratios["strong_scaling"] = median_ratio(whole, halves)
         ratios["strong_scaling_without_exchange"] = median_ratio(whole, apart)
         ratios["strong_two_ranks_over_mindnlp_one"] = median_ratio(mindnlp, halves)
-        print(f"all-MiniLM-L6-v2, {2 * BATCH} sequences an update, one process or two ranks:")
+        print(f"all-MiniLM-L6-v2, {2 * BATCH} sequences per update, one process or two ranks:")
         rows = [
             [name, f"{statistics.median(taken):.3f} s", f"{median_ratio(whole, taken):.2f}"]
             for name, taken in (("MindNLP", mindnlp), ("ours", whole), ("two ranks", halves), ("no exchange", apart))

@@ -8,7 +8,8 @@ All ranks begin together, and the slowest counts. Communication within the updat
 gradient exchange before it has its own column. Every process has one core. PyTorch's AdamW is the fused one, its
 fastest on a CPU; two ranks shard it over gloo by ZeroRedundancyOptimizer (parameters_as_bucket_view=True, which is
 three times as fast as without). The variants of a job alternate update by update, each with its own weights. Jobs run
-in turns; medians are printed.
+in turns; medians are printed. With --optimizer muon, the first row is Muon's own step, and
+PyTorch's is torch.optim.Muon for matrices with the fused AdamW for the rest; its ranks do not shard it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ROWS = {
 }
 
 
-def updates(variant: str, group: Any) -> Callable[[], dict[str, float]]:
+def updates(variant: str, group: Any, kind: str) -> Callable[[], dict[str, float]]:
     """Return a function that does one update and returns the seconds of its stages on this rank."""
     import mindspore
     from mindnlp.core import nn, optim
@@ -47,6 +48,10 @@ def updates(variant: str, group: Any) -> Callable[[], dict[str, float]]:
     dp.broadcast_parameters(model)
     parameters = list(model.parameters())
     optimizer = optim.AdamW(parameters, lr=LEARNING_RATE)
+    if kind == "muon":
+        from mindnlp_dp.optim import Muon, muon_groups
+
+        optimizer = Muon(muon_groups(model), lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw")
     rng = np.random.default_rng(group.rank)
     arrays = [rng.standard_normal(p.shape, np.float32) * np.float32(DEVIATION) for p in parameters]
 
@@ -87,7 +92,7 @@ def stages_of(args: argparse.Namespace) -> dict[str, Any]:
 
     group = dp.init_process_group()
     measured: dict[str, dict[str, list[float]]] = {name: {} for name in args.variants}
-    calls = {name: updates(name, group) for name in args.variants}
+    calls = {name: updates(name, group, args.optimizer) for name in args.variants}
     for number in range(WARM_UP + args.updates):
         for name, call in calls.items():
             taken = call()
@@ -99,15 +104,16 @@ def stages_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    flags = ["--updates", args.updates, "--variants"]
+    flags = ["--updates", args.updates, "--optimizer", args.optimizer, "--variants"]
     _, *one = job_of(__file__, "stages", 1, *flags, OWN, "auto")
     jobs: dict[str, Job] = {
         "one": ([*on_one_core(), *one], {}),
         "two": (job_of(__file__, "stages", 2, *flags, "zero_stage=0", "auto"), {}),
     }
     if args.torch_python:
-        jobs["torch_one"] = (gloo(args.torch_python, "update", 1), {})
-        jobs["torch_two"] = (gloo(args.torch_python, "update", 2), {})
+        job = "update muon" if args.optimizer == "muon" else "update"
+        jobs["torch_one"] = (gloo(args.torch_python, job, 1), {})
+        jobs["torch_two"] = (gloo(args.torch_python, job, 2), {})
     results = in_turns(jobs, args.repeats)
     stages = ("exchange", "clip", "update", "both")
     runs = {
@@ -142,5 +148,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     updates_flag = {"type": int, "default": 15, "help": "measured updates of a job"}
     run_benchmark(
-        __doc__, measure, {"stages": stages_of}, repeats=3, torch=True, updates=updates_flag, variants={"nargs": "+"}
+        __doc__,
+        measure,
+        {"stages": stages_of},
+        repeats=3,
+        torch=True,
+        updates=updates_flag,
+        variants={"nargs": "+"},
+        optimizer={"choices": ("adamw", "muon"), "default": "adamw", "help": "which to time"},
     )

@@ -30,7 +30,7 @@ def main() -> None:
             "replicas_in_sync": report["replicas_in_sync"],
         }
     print(f"{machine()}; the quickstart on two hosts with a core each, no limit on the wire")
-    print(f"{'compression':14}{'accuracy':>10}{'loss':>10}{'MB an update':>14}{'samples/s':>11}  in sync")
+    print(f"{'compression':14}{'accuracy':>10}{'loss':>10}{'MB per update':>14}{'samples/s':>11}  in sync")
     for run, row in rows.items():
         print(
             f"{run:14}{row['accuracy']:10.4f}{row['loss']:10.4f}{row['megabytes_an_update']:14.2f}"

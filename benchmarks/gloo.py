@@ -149,13 +149,38 @@ def step_zero(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
     return step(distributed, torch, _, zero=True)
 
 
-def update(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
-    """Return the times of clipping and AdamW as bench_update.py measures them; several ranks shard the AdamW state."""
+class MuonAndAdamW:
+    """Runs PyTorch's Muon on the matrices of layers, and its AdamW on the rest."""
+
+    def __init__(self, torch: Any, model: Any) -> None:
+        from train_bert import LEARNING_RATE
+
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        parameters = list(model.parameters())
+        matrices = [p for p in parameters if p.ndim == 2 and id(p) not in embeddings]
+        rest = [p for p in parameters if p.ndim != 2 or id(p) in embeddings]
+        self.both = (
+            torch.optim.Muon(matrices, lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=LEARNING_RATE, fused=True),
+        )
+
+    def step(self) -> None:
+        for optimizer in self.both:
+            optimizer.step()
+
+
+def update_muon(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
+    return update(distributed, torch, _, muon=True)
+
+
+def update(distributed: Any, torch: Any, _: Any, muon: bool = False) -> dict[str, Any]:
+    """Return the times of clipping and an optimizer as bench_update.py measures them; several ranks shard AdamW."""
     from bench_update import DEVIATION, WARM_UP
     from train_bert import MAX_NORM
 
-    parameters = list(bert(torch).parameters())
-    optimizer = adamw(distributed, torch, parameters, zero=True)
+    model = bert(torch)
+    parameters = list(model.parameters())
+    optimizer = MuonAndAdamW(torch, model) if muon else adamw(distributed, torch, parameters, zero=True)
     # All ranks have the same gradients, as after averaging.
     torch.manual_seed(0)
     gradients = [DEVIATION * torch.randn(parameter.shape) for parameter in parameters]
@@ -258,7 +283,7 @@ def llama_lora(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
 KINDS = {
     function.__name__.replace("_", " ", 1) if function is not all_reduce else "all_reduce": function
     for function in (
-        all_reduce, gradients, step, step_amp, step_zero, update, memory, memory_zero, activations,
+        all_reduce, gradients, step, step_amp, step_zero, update, update_muon, memory, memory_zero, activations,
         activations_recomputed, head_loss, llama, llama_lora,
     )
 }  # fmt: skip

@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, required=True)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of every variant")
     parser.add_argument("--warm-up", type=int, default=3, help="steps of every variant before them")
-    parser.add_argument("--batch", type=int, default=BATCH, help="sequences a rank")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences per rank")
     parser.add_argument("--pretrained", help="a folder with the weights of a BERT; without one they are random")
     parser.add_argument("--write", type=Path, required=True)
     args = parser.parse_args()

@@ -53,11 +53,11 @@ def _download(url: str, archive: Path) -> None:
             temporary.write_bytes(answer.read())
     except http.client.IncompleteRead as error:
         got, lacking = len(error.partial), error.expected
-        raise DownloadError(f"{url} broke off after {got} bytes, {lacking} are missing; try again") from None
+        raise DownloadError(f"{url} was interrupted after {got} bytes, {lacking} are missing; try again") from None
     except (urllib.error.URLError, OSError) as error:
         raise DownloadError(
-            f"{url} cannot be reached ({getattr(error, 'reason', error)}); fetch it where there is a network, put it "
-            f"at {archive}, and start this again"
+            f"{url} cannot be reached ({getattr(error, 'reason', error)}); download it on a machine with a "
+            f"network, copy it to {archive}, and run this command again"
         ) from None
 
 

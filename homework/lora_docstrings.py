@@ -98,8 +98,8 @@ def main(folder, output_dir="outputs/lora_docstrings", epochs=EPOCHS):
         model.save_pretrained(f"{output_dir}/adapter")
         print(f"held-out perplexity: {math.exp(before):.1f} before, {math.exp(after):.1f} after {epochs} epochs")
         print(f"trained: {trained:,} of {all_of_them:,} parameters ({100 * trained / all_of_them:.1f} %)")
-        print(f"an update exchanges {4 * trained / 1e6:.2f} MB, and {4 * all_of_them / 1e6:.2f} MB without LoRA")
-        print(f"merged and apart differ by {difference:.1e} of the largest logit; digest {digest}")
+        print(f"each update exchanges {4 * trained / 1e6:.2f} MB, and {4 * all_of_them / 1e6:.2f} MB without LoRA")
+        print(f"merged and separate weights differ by {difference:.1e} of the largest logit; digest {digest}")
 
 
 if __name__ == "__main__":

@@ -61,8 +61,11 @@ def print_report(fitted: dict[str, dict[str, Any]]) -> None:
         predicted: Sequence[int] = _PREDICTED
         if not found["fits"]:
             predicted = ()
-            how = "slower than one" if found["fraction"] == 0.0 else "faster than as many of one"
-            print(f"note: {max(found['speedups'])} ranks are {how}, which no fraction explains; nothing is predicted")
+            how = "slower than one" if found["fraction"] == 0.0 else "faster than their number allows"
+            print(
+                f"note: {max(found['speedups'])} ranks are {how}, so no parallel fraction fits, "
+                "and no prediction is made"
+            )
         print(f"{'ranks':>7}{'rate of one':>14}{'efficiency':>12}{'samples/s':>12}{'speed-up':>10}{'the law says':>14}")
         for world_size in sorted({*found["speedups"], *predicted}):
             law_says = speedup_of(world_size, found["fraction"])
@@ -83,7 +86,7 @@ def plot(fitted: dict[str, dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6, 4.2), layout="constrained")
     ranks = [1, *_PREDICTED]
-    axes.plot(ranks, ranks, ":", color="grey", label="every rank counts in full")
+    axes.plot(ranks, ranks, ":", color="gray", label="every rank counts in full")
     for number, (law, (way, speedup_of)) in enumerate(LAWS.items()):
         found, color = fitted[law], f"C{number}"
         label = f"{law.capitalize()}: the {way}, p = {found['fraction']:.3f}"

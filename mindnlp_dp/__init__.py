@@ -65,6 +65,7 @@ _OF_0_4_ALONE = ("parallelize", "fully_shard", "gathered", "empty_weights")
 __all__ = [name for name in _HOME if mindnlp_series() == "0.4" or name not in _OF_0_4_ALONE]
 
 if TYPE_CHECKING:
+    from mindnlp_dp import optim as optim
     from mindnlp_dp.communication.batch_across_ranks import all_gather_with_grad as all_gather_with_grad
     from mindnlp_dp.communication.default_group import destroy_process_group as destroy_process_group
     from mindnlp_dp.communication.default_group import get_process_group as get_process_group
@@ -104,12 +105,14 @@ if not TYPE_CHECKING:
     # Hidden from type checkers: with a module __getattr__ they would accept any attribute name.
 
     def __getattr__(name: str) -> Any:
+        if name == "optim":
+            return importlib.import_module(".optim", __name__)
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name not in __all__:
             raise AttributeError(
                 f"{__name__}.{name} is for models of MindNLP 0.4, and MindNLP {mindnlp_series()} is installed, whose "
-                "models are whole on every rank here"
+                "models are not sharded here"
             )
         try:
             value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

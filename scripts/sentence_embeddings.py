@@ -20,8 +20,8 @@ import mindnlp_dp as dp  # isort: skip
 import numpy as np
 
 from mindnlp_dp.finetuning.pretrained import load_pretrained
-from mindnlp_dp.finetuning.settings import InputError
-from mindnlp_dp.text_classification.config import FROM_SCRATCH, TaskConfig
+from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError
+from mindnlp_dp.text_classification.config import TaskConfig
 from mindnlp_dp.text_classification.task import prepare_task
 
 SCALE = 20.0

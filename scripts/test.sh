@@ -114,6 +114,7 @@ parallel() {
 lint_and_types() {
   step "lint" ruff check .
   step "format" ruff format --check .
+  step "spelling" codespell .
   step "layers" lint-imports
   step "types" mypy
 }
@@ -153,14 +154,14 @@ kernels_on_other_cores() {
 
 # All kinds of collectives, the gradients of a step, and a training that must equal that of one process.
 smoke=(@collectives.py @gradient_sync.py @equivalence.py)
-updates=@zero.py::test_fifty_updates_are_those_of_one_rank_to_the_bit
+updates=@zero.py::test_every_zero_stage_gives_the_weights_of_one_rank_to_the_bit
 adamw=("$updates[0-adamw]" "$updates[1-adamw]" "$updates[2-adamw]" "$updates[auto-adamw]")
 cut=@model_parallel.py::test_a_model_that_is_cut_trains_what_one_process_trains
 schedules=@model_parallel.py::test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight
 # Pipelines over MindSpore's own library, which has no tags.
 pipelines=("$schedules" "$cut[gpt2-pp=2]" @model_parallel.py::test_fewer_micro_batches_than_stages
   @model_parallel.py::test_micro_batches_of_different_sizes_and_none_at_all)
-resumed=@resuming.py::test_another_number_of_ranks_keeps_the_global_batch_and_the_order
+resumed=@resuming.py::test_resume_on_another_number_of_ranks_keeps_the_global_batch_and_the_order
 
 if [ $tests = core ]; then
   static_and_single() {
@@ -206,7 +207,7 @@ else
     [ $tests = all ] || some_models
     export MINDNLP_DP_KERNELS=mindspore
     parallel "kernels of MindSpore" mpi 2 @equivalence.py @trainer.py \
-      "@recompute.py::test_weights_are_the_same_to_the_bit[gpt2-pp=2]"
+      "@recompute.py::test_recompute_does_not_change_a_bit_of_the_weights[gpt2-pp=2]"
     unset MINDNLP_DP_KERNELS
   }
   side_by_side single_but_kernels one_rank_and_models
@@ -223,13 +224,16 @@ else
   # two ranks each.
   at_four=(@collectives.py @types.py @shared_memory.py @between_hosts.py @algorithms.py @gradient_sync.py @powersgd.py
     @overlap_gone_wrong.py @device_update.py @loader.py @orders.py @evaluation.py @equivalence.py
-    @parallel_operators.py @resharding.py "${adamw[@]}" @zero.py::test_two_hosts_train_what_one_rank_trains
-    @zero.py::test_what_is_sent_between_hosts @zero.py::test_no_memory_to_share_weights_on_two_hosts
-    @batch_across_ranks.py::test_in_batch_negatives @batch_across_ranks.py::test_mindspores_layers_with_uneven_rows)
+    @parallel_operators.py @resharding.py "${adamw[@]}" @zero.py::test_zero_on_two_hosts_gives_the_weights_of_one_rank
+    @zero.py::test_zero_sends_the_expected_bytes_between_hosts
+    @zero.py::test_zero_matches_one_rank_without_shared_memory_on_two_hosts
+    @batch_across_ranks.py::test_in_batch_negatives_of_all_ranks_equal_one_process
+    @batch_across_ranks.py::test_sync_batchnorm_of_mindspore_cells_handles_uneven_rows)
   # Models on meshes of four.
   meshes=(@model_parallel.py @stage_meshes.py @language_models.py @batch_scaling.py
-    @token_losses.py::test_models_that_are_cut @dropout.py::test_models_that_are_sharded
-    @batch_across_ranks.py::test_router_losses_of_sharded_models)
+    @token_losses.py::test_parallelized_models_with_resized_embeddings_train_like_one_process
+    @dropout.py::test_dropout_of_sharded_models_equals_one_process
+    @batch_across_ranks.py::test_router_loss_of_sharded_models_equals_one_process)
   if [ $tests = all ]; then
     parallel "its transport" msrun 2 "${over_transport[@]}" "${pipelines[@]}"
     parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]" \
@@ -251,8 +255,9 @@ else
   fi
   parallel "what depends on their number" mpi 4 "${at_four[@]}"
   # A number of ranks that is not a power of two.
-  parallel "types, orders, dropout" mpi 3 @types.py @orders.py @token_losses.py::test_adamw \
-    @dropout.py::test_micro_batches_padded_to_their_own_longest_row
+  parallel "types, orders, dropout" mpi 3 @types.py @orders.py \
+    @token_losses.py::test_adamw_trains_token_losses_like_one_process \
+    @dropout.py::test_dropout_with_per_micro_batch_padding_equals_one_process
 
   # These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
   # same time each takes twice as long.

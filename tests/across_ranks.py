@@ -1,4 +1,4 @@
-"""Models that look at the whole batch, batch normalisation and in-batch negatives, and data for them."""
+"""Models that look at the whole batch, batch normalization and in-batch negatives, and data for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Images:
 
 
 class ConvNet(nn.Module):
-    """A convolution with batch normalisation, and a linear layer with another one."""
+    """A convolution with batch normalization, and a linear layer with another one."""
 
     def __init__(self, affine=True, momentum=0.1):
         super().__init__()

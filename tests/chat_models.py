@@ -133,7 +133,8 @@ def run(monkeypatch, folder, *flags):
 
     sizes = "--hidden-size 64 --num-layers 2 --num-heads 2 --intermediate-size 128 --max-length 64 --vocab-size 300"
     steps = "--max-steps 100 --global-batch-size 8 --learning-rate 5e-3 --max-new-tokens 16 --num-samples 2"
-    words = ["finetune_llm.py", *sizes.split(), *steps.split(), "--output-dir", str(folder / "out"), *map(str, flags)]
+    folders = ["--output-dir", str(folder / "out"), "--cache-dir", str(folder / "cache")]
+    words = ["finetune_llm.py", *sizes.split(), *steps.split(), *folders, *map(str, flags)]
     monkeypatch.setattr(sys, "argv", [*words, *write_chats(folder)])
     main()
     return json.loads((folder / "out/report.json").read_text())

@@ -95,7 +95,7 @@ if [ -n "$all" ]; then
   until_updates 3 1
   ip -n "$first" link set "vA$$" up
   finish
-  grep -q "nothing was heard of it for 4 s" "$run/$first.out" || { echo "it was not named"; exit 1; }
+  grep -q "no message came from it for 4 s" "$run/$first.out" || { echo "it was not named"; exit 1; }
 fi
 echo "the endpoint's host is killed"
 job head mpi 60 0.3

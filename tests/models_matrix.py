@@ -41,7 +41,7 @@ NUM_WORKERS, NUM_ROWS = 2, 5
 # A check above its limit is a failure of mindnlp-dp. MindSpore itself causes 2.2e-6 of the loss's limit: its
 # cross-entropy of equal logits differs by so much from the logarithm of their number.
 LIMITS = {
-    "initialised": 0,
+    "initialized": 0,
     "loss": 3e-6,
     "gradients": 1e-5,
     "weighted": 3e-6,
@@ -49,7 +49,7 @@ LIMITS = {
     "saved": 0,
 }
 HEADINGS = {
-    "initialised": "matrices without values",
+    "initialized": "matrices without values",
     "loss": "loss, to MindSpore's kernels",
     "gradients": "gradients, to MindSpore's kernels",
     "weighted": "losses of parts, weighted",
@@ -72,11 +72,11 @@ def check(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
         model = build(model_class)
         columns = batch(model_class, model, NUM_ROWS)
     except Exception as error:  # noqa: BLE001, whatever a library raises is a row of the table
-        yield "initialised", f"{UPSTREAM}: {sentence(error)}"
+        yield "initialized", f"{UPSTREAM}: {sentence(error)}"
         return
     model.train()
     ids_before = {id(p) for p in model.parameters()}
-    yield "initialised", sum(has_no_values(each, p) for each, p in model.named_parameters())
+    yield "initialized", sum(has_no_values(each, p) for each, p in model.named_parameters())
     try:
         expected, gradients = forward_and_backward(model, columns, "mindspore")
     except Exception as error:  # noqa: BLE001
@@ -196,7 +196,7 @@ def after(done: str, checks: Any) -> str:
     """Return the check that follows the last one that ended: the one that failed."""
     if checks is train_on_two_ranks:
         return "two ranks"
-    order = ["initialised", "loss", "gradients", "weighted", "saved"]
+    order = ["initialized", "loss", "gradients", "weighted", "saved"]
     return order[min(order.index(done) + 1, len(order) - 1)]
 
 

@@ -124,7 +124,10 @@ def rows(columns: dict[str, np.ndarray], first: int, last: int) -> Any:
 
 
 def train(model: Any, kind: str, pieces: Any, *, num_updates: int = 5, group: Any = None, **options: Any) -> Any:
-    """Train with AdamW and clipping; ``pieces`` makes this rank's micro-batches from a global batch of 8 rows."""
+    """Train with clipping; ``pieces`` makes this rank's micro-batches from a global batch of 8 rows.
+
+    ``optimizer`` is "adamw", or "muon", which updates the matrices of layers.
+    """
     from mindnlp.core import optim
 
     import mindnlp_dp as dp
@@ -132,7 +135,11 @@ def train(model: Any, kind: str, pieces: Any, *, num_updates: int = 5, group: An
     model.set_train(True)
     parameters = [p for p in model.parameters() if p.requires_grad]
     # If an element's gradient is only rounding, AdamW's update of it is random, and as large as the learning rate.
-    optimizer = optim.AdamW(parameters, lr=options.pop("lr", 5e-4), weight_decay=0.1)
+    lr = options.pop("lr", 5e-4)
+    if options.pop("optimizer", "adamw") == "muon":
+        optimizer = dp.optim.Muon(dp.optim.muon_groups(model), lr=lr, adjust_lr_fn="match_rms_adamw")
+    else:
+        optimizer = optim.AdamW(parameters, lr=lr, weight_decay=0.1)
     num_micro_steps = len(pieces(batch(kind, 8)))
     step = dp.make_train_step(
         lambda **inputs: model(**inputs)[0], optimizer, parameters,

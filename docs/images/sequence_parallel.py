@@ -27,7 +27,7 @@ def draw_part(axes: Axes, corner: tuple[float, float], owned: tuple[range, range
     for token in range(TOKENS):
         for head in range(HEADS):
             shown = color if token in tokens and head in heads else "white"
-            axes.add_patch(plt.Rectangle((left + token, bottom + head), 1, 1, facecolor=shown, edgecolor="grey"))
+            axes.add_patch(plt.Rectangle((left + token, bottom + head), 1, 1, facecolor=shown, edgecolor="gray"))
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from theory.endpoint import Endpoint, parts_of
 
-# Ring all-reduce: every rank sends only to its right neighbour, all ranks at once.
+# Ring all-reduce: every rank sends only to its right neighbor, all ranks at once.
 #
 # The array is split into N chunks. In the scatter-reduce, each chunk travels round the ring and every rank adds its
 # own values; after N-1 steps each rank holds the full sum of one chunk. In the all-gather, these sums travel round

@@ -143,7 +143,7 @@ class ThreadEndpoint(Endpoint):
             except queue.Empty:
                 waited += 0.1
                 if self._world.failed.is_set() or waited > _PATIENCE_SECONDS:
-                    raise RuntimeError(f"rank {self.rank} waits for a message of rank {src} in vain") from None
+                    raise RuntimeError(f"rank {self.rank} received no message from rank {src}") from None
         if array.shape != like.shape:
             raise ValueError(f"rank {self.rank} expected {like.shape} from rank {src}, got {array.shape}")
         return array

@@ -15,7 +15,7 @@ _INTRODUCTIONS = {
     "reduce_broadcast": "Every rank sends its array to rank 0, which adds them up and sends everyone the sum.",
     "data_parallel": "Rank 0 owns the model: it adds up all gradients, updates, and sends everyone the new parameters.",
     "parameter_server": "Workers push their gradients to the server, rank 0, and pull the new parameters from it.",
-    "ring": "The array is cut into {n} chunks. Every rank sends to its right neighbour only, all of them at once.",
+    "ring": "The array is split into {n} chunks. Every rank sends to its right neighbor only, all of them at once.",
 }
 
 

@@ -170,7 +170,7 @@ class BackgroundWriter:
         self.drop()
         if error is not None:
             warnings.warn(
-                f"the last checkpoint is not complete, and dropped: {type(error).__name__}: {error}",
+                f"the last checkpoint is incomplete and was removed: {type(error).__name__}: {error}",
                 RuntimeWarning,
                 stacklevel=3,
             )

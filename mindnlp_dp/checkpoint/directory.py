@@ -174,7 +174,7 @@ def _newest_complete(paths: Sequence[Path]) -> tuple[Optional[Path], list[str]]:
             wrong.append(str(error))
         else:
             for reason in wrong:
-                _warn(f"{reason}; it is passed over for {path.name}")
+                _warn(f"{reason}; it is skipped, and {path.name} is used")
             return path, wrong
     return None, wrong
 

@@ -184,7 +184,7 @@ def _without_manifest(path: Path, error: OSError) -> str:
     if not path.exists():
         return f"{path} does not exist" + ("" if path.is_absolute() else f" in {Path.cwd()}")
     if not any(path.iterdir()):
-        return f"{path} is empty, and no checkpoint"
+        return f"{path} is empty, so it is not a checkpoint"
     return (
         f"{path} has no {MANIFEST}, so no run can be resumed from it: it was saved by MindNLP's own Trainer, or in "
         "part; from_pretrained may load its weights"
@@ -194,7 +194,7 @@ def _without_manifest(path: Path, error: OSError) -> str:
 def _wrong_with(manifest: dict[str, Any]) -> Optional[str]:
     """Return what is missing or malformed in a manifest; None if it is well-formed."""
     if "state" not in manifest:
-        return "it lacks state"
+        return "it has no state"
     files = manifest.get("files")
     if not isinstance(files, dict):
         return f"files is a {type(files).__name__}, expected the names of files"
@@ -203,4 +203,4 @@ def _wrong_with(manifest: dict[str, Any]) -> Optional[str]:
             return f"{name!r} is not a file in the folder"
         if not isinstance(entry, dict) or not entry.keys() >= {"bytes", HASH}:
             return f"expected bytes and {HASH} of {name!r}, got {entry!r}"
-    return None if STATE in files else f"files lacks {STATE}"
+    return None if STATE in files else f"files has no {STATE}"

@@ -35,7 +35,7 @@ def read_weights(model: Any, folder: Path) -> None:
     """
     files = sorted(folder.glob(MODEL_FILES))
     if not files:
-        raise CheckpointError(f"{folder} holds no weights: {MODEL_FILES} is missing")
+        raise CheckpointError(f"{folder} has no weights: {MODEL_FILES} is missing")
     by_name = all_names(model)
     # Files from other versions of a library may hold these buffers; today's state dicts do not.
     skipped = {name for name, _ in transient_buffers(model)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mindnlp_dp.finetuning.saved_model import adapters_of, find_model, load_causal_lm
+from mindnlp_dp.finetuning.saved_model import AUTO_CLASSES, adapters_of, find_model, kind_of, load_saved
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
 from mindnlp_dp.runtime.atomic_write import atomic_write
@@ -18,21 +18,21 @@ def run_export(output_dir: Path, destination: Path, merge_lora: bool, base: str)
         InputError: there is no model, the adapters' model cannot be loaded, or ``destination`` is not empty.
     """
     folder = find_model(output_dir)
-    has_adapters = adapters_of(str(folder)) is not None
+    has_adapters, kind = adapters_of(str(folder)) is not None, kind_of(str(folder))
     if has_adapters != merge_lora:
         raise InputError(
             f"{folder} has adapters, which belong to another model: pass --merge-lora to write both as one model"
             if has_adapters
-            else f"{folder} has no adapters to merge: it is a whole model already; leave out --merge-lora"
+            else f"{folder} has no adapters to merge: it is a full model already; leave out --merge-lora"
         )
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise InputError(f"{destination} exists and is not an empty folder; name a new one")
     with atomic_write(destination) as new:
         if has_adapters:
-            model = load_causal_lm(str(folder), base).merge_and_unload()
+            model = load_saved(str(folder), kind, base).merge_and_unload()
             model.save_pretrained(str(new))
             pretrained_tokenizer(str(folder), base)[0].save_pretrained(str(new))
         else:
             shutil.copytree(folder, new)
-    print(f"written to {destination}: a model that AutoModelForCausalLM and AutoTokenizer open")
+    print(f"written to {destination}: a model that {AUTO_CLASSES[kind]} and AutoTokenizer open")
     return 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import mindnlp_dp as dp
-from mindnlp_dp.finetuning.saved_model import find_model, load_causal_lm
+from mindnlp_dp.finetuning.saved_model import find_model, load_saved
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.finetuning.tokenizers import encoded_text, pretrained_tokenizer
 from mindnlp_dp.report.runs import REPORT_FILE
@@ -36,7 +36,7 @@ def run_generate(
     dp.init_process_group()
     from mindspore import Tensor
 
-    model = load_causal_lm(folder, base)
+    model = load_saved(folder, base=base)
     positions = getattr(model.config, "max_position_embeddings", None) or len(ids) + max_new_tokens
     if not 0 < len(ids) < positions:
         raise InputError(f"the prompt has {len(ids)} tokens; expected at least 1, and less than {positions}")

@@ -86,7 +86,10 @@ def _parser() -> argparse.ArgumentParser:
         "devices (collectives, equivalence, ZeRO, a killed run, tensor parallelism), and write a report for an issue.",
     )
     doctor.add_argument(
-        "--devices", type=_numbers, metavar="N,N...", help="numbers of two devices or more; on a CPU, as many ranks"
+        "--devices",
+        type=_numbers,
+        metavar="N,N...",
+        help="numbers of two or more devices, such as 0,1; on a CPU, as many ranks are started",
     )
     doctor.add_argument(
         "--report", type=Path, metavar="FILE", help="where to write that report (default: device_report.md)"
@@ -115,28 +118,34 @@ def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="find the fastest parallelism for a model on a cluster, before a launch",
-        description="Price every way to parallelize a model's training on a cluster, by data, tensors, stages of a "
-        "pipeline and experts; simulate the best, and print their time and memory, the reasons against the others, "
-        "and the command to launch. Needs neither the cluster nor MindSpore.",
+        description="Price every way to parallelize a model's training on a cluster, by data, tensors, pipeline "
+        "stages and experts; simulate the best, and print their time and memory, why the others were rejected, "
+        "and the command to launch. It needs neither the cluster nor MindSpore.",
     )
     _add_model(plan)
     plan.add_argument(
         "--cluster", metavar="CLUSTER", help="ascend-910b-8, a100-80gb-8, v100-16gb-8, this-machine, or a YAML"
     )
-    plan.add_argument("--devices", type=_positive, metavar="N", help="so many of the cluster's kind")
-    plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2), help="of the optimizer (default: 1 where it helps)")
+    plan.add_argument("--devices", type=_positive, metavar="N", help="number of devices")
+    plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2), help="ZeRO stage (default: 1 where it helps)")
     plan.add_argument(
-        "--fill", type=float, default=0.9, metavar="SHARE", help="of a device's memory that may be taken (default: 0.9)"
+        "--fill",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of a device's memory that may be used (default: 0.9)",
     )
-    plan.add_argument("--top", type=_positive, default=5, metavar="N", help="how many to print (default: 5)")
+    plan.add_argument("--top", type=_positive, default=5, metavar="N", help="number of plans to print (default: 5)")
     plan.add_argument(
         "--measure", type=Path, metavar="FILE",
         help="measure this machine with as many ranks as --devices says (default: 2), write it to FILE as a cluster, "
         "and plan for it; needs MindSpore and MPI",
     )  # fmt: skip
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write all plans, and all that was left out")
     plan.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the best one's pipeline, memory and cost as a PNG"
+        "--json", type=Path, metavar="FILE", help="write all plans and all rejected configurations to this file"
+    )
+    plan.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the pipeline, memory and cost of the best plan as a PNG"
     )
     plan.set_defaults(run=_plan)
 
@@ -151,13 +160,17 @@ def _add_estimate(commands: Any) -> None:
     _add_model(estimate)
     estimate.add_argument(
         "--micro-batch-size", type=_positive, metavar="B",
-        help="samples of a device at a time (default: all that it has; with stages, divided by their number)",
+        help="samples per device at a time (default: all of its samples; with stages, divided by their number)",
     )  # fmt: skip
     estimate.add_argument(
-        "--devices", type=_positive, default=1, metavar="N", help="devices: all in dp, tp, pp or ep (default: 1)"
+        "--devices",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="number of devices, all in dp, tp, pp or ep (default: 1)",
     )
     estimate.add_argument(
-        "--mesh", nargs="+", default=[], metavar="MESH", help="these meshes instead, such as dp=2,tp=2"
+        "--mesh", nargs="+", default=[], metavar="MESH", help="estimate these meshes instead, such as dp=2,tp=2"
     )
     estimate.add_argument(
         "--precision", choices=("float32", "mixed"), default="float32", help="of weights and activations"
@@ -189,11 +202,15 @@ def _add_generate(commands: Any) -> None:
     _add_run(generate)
     generate.add_argument("prompt", metavar="PROMPT", help="what the user says, or the beginning of a text")
     generate.add_argument(
-        "--max-new-tokens", type=_positive, default=128, metavar="N", help="most tokens of the answer (default: 128)"
+        "--max-new-tokens",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="maximum number of tokens of the answer (default: 128)",
     )
     generate.add_argument(
         "--temperature", type=non_negative, default=0.0, metavar="T",
-        help="sample at this temperature (default: 0: do not)",
+        help="sampling temperature (default: 0, no sampling)",
     )  # fmt: skip
     generate.add_argument("--raw", action="store_true", help="complete the prompt as typed, without a chat template")
     generate.set_defaults(run=_generate)
@@ -213,14 +230,17 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "folder with one, or a YAML of operators",
     )  # fmt: skip
     command.add_argument(
-        "--batch", type=_positive, required=True, metavar="B", help="samples an update, of all devices"
+        "--batch", type=_positive, required=True, metavar="B", help="global batch size (samples per update)"
     )
     command.add_argument(
-        "--sequence", type=_positive, metavar="S", help="tokens a sample (default: the model's positions)"
+        "--sequence", type=_positive, metavar="S", help="tokens per sample (default: the model's positions)"
+    )
+    command.add_argument(
+        "--optimizer", choices=("adamw", "muon"), default="adamw", help="of the matrices of layers (default: adamw)"
     )
     command.add_argument(
         "--lora-rank", type=_positive, metavar="R",
-        help="train LoRA adapters of this rank in all products of the layers, all else being frozen",
+        help="train LoRA adapters of this rank in all linear layers, and freeze all other weights",
     )  # fmt: skip
 
 
@@ -233,7 +253,7 @@ def _positive(text: str) -> int:
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"must be numbers with commas, such as 0,1, got {text}")
+        raise argparse.ArgumentTypeError(f"must be numbers separated by commas, such as 0,1, got {text}")
     return [int(part) for part in parts]
 
 
@@ -270,7 +290,10 @@ def _status(args: argparse.Namespace) -> int:
     try:
         text = json.dumps(status, indent=2) if args.json else status_text(status)
     except (ValueError, LookupError, TypeError, AttributeError):
-        print(f"mindnlp-dp status: {printable(args.log_dir)} has a status that no launcher wrote", file=sys.stderr)
+        print(
+            f"mindnlp-dp status: {printable(args.log_dir)} has a status file that was not written by a launcher",
+            file=sys.stderr,
+        )
         return 2
     print(text)
     return 0

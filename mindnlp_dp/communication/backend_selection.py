@@ -33,7 +33,8 @@ def choose_backend(requested: str, launch: Launch, device: str) -> str:
         several = "several" if launch.world_size is None else str(launch.world_size)
         instead = _CANNOT_MEET[launch.by].format(n="N" if launch.world_size is None else launch.world_size)
         raise ValueError(
-            f"{launch.by} started {several} processes, which cannot meet and would train {several} separate models; "
+            f"{launch.by} started {several} processes, which cannot connect to each other and would "
+            f"train {several} separate models; "
             f"type {instead}"
         )
     if requested == "single" and launch.num_known > 1:
@@ -52,7 +53,8 @@ def choose_backend(requested: str, launch: Launch, device: str) -> str:
         requested = "mpi" if launch.by in MPI_LAUNCHERS and device == "CPU" else "mindspore"
     if requested == "mindspore" and launch.by in MPI_LAUNCHERS and launch.by != "mpirun":
         raise ValueError(
-            f"{launch.by} started this process, and MindSpore's own libraries do not meet that way; type, on each "
+            f"{launch.by} started this process, and MindSpore's own libraries cannot connect "
+            "processes that are started like this; type, on each "
             f"host, MASTER_ADDR=... NNODES=... NODE_RANK=... DEVICE={device} "
             "bash scripts/launch_msrun_multi_node.sh script.py"
         )

@@ -1,6 +1,6 @@
 """Operators for layers and losses that look at the whole batch: the rows of all ranks in a micro-step.
 
-In-batch negatives, batch normalisation over all ranks and the router losses of mixtures of experts use them. Their
+In-batch negatives, batch normalization over all ranks and the router losses of mixtures of experts use them. Their
 gradients are those of one process with all rows: the exchange of gradients multiplies each rank's gradients by the
 weight of its loss, so a gradient is multiplied by its rank's weight on the way to a row, and divided by the weight of
 the row's rank.
@@ -35,7 +35,7 @@ class BatchAcrossRanks:
 
     Attributes:
         group: the ranks that split the samples.
-        weight: the weight of this rank's loss; 0 if it has no rows.
+        loss_weight: the weight of this rank's loss; 0 if it has no rows.
         is_used: whether the model has looked at the rows of other ranks in any micro-step so far; equal on all ranks.
         has_local_router_loss: whether the router losses of mixtures of experts look at this rank's rows only.
         is_probing: whether a loss is computed only to find out what it is.
@@ -118,14 +118,16 @@ class BatchAcrossRanks:
         """Record that the model looks at the rows of other ranks; raise ValueError where this does not work."""
         if self._refused:
             raise ValueError(
-                "a layer or loss looks at the rows of all ranks (SyncBatchNorm, all_gather_with_grad, or a router "
+                "a layer or loss uses the rows of all ranks (SyncBatchNorm, all_gather_with_grad, or a router "
                 'loss, which router_loss="local" keeps on its rank); this does not work in '
                 f"{self._refused} (rank {self.group.label()})"
             )
         if not self.is_used and not self._are_all_here:
             raise ValueError(
-                f"the model looks at the rows of all ranks (rank {self.group.label()}), not so in the first update: "
-                "a rank that has no rows here would not take part. Let the model do so in the first update, too, or "
+                "the model uses the rows of all ranks now, but did not in the first update (rank "
+                f"{self.group.label()}): "
+                "a rank without rows would not join the collective. Let the model use them from the "
+                "first update on, or "
                 "pass batches of dp.make_loader, which know whether all ranks have rows, and drop the last ones "
                 '(uneven="drop", dataset_drop_last=True)'
             )

@@ -83,7 +83,7 @@ def checked_array(x: Any, rank: str) -> Any:
         what = dtype_name(x) if is_array else type(x).__name__
         raise TypeError(
             f"expected a NumPy array or a MindSpore tensor of {', '.join(TYPES)}; got {what} on rank {rank}. "
-            "Other things travel with broadcast_object and all_gather_object"
+            "Send other objects with broadcast_object and all_gather_object"
         )
     return x
 

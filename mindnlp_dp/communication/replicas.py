@@ -96,7 +96,7 @@ def assert_replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) ->
 
 # Copy rank 0's weights and buffers to all ranks, whatever seed each rank built its model from.
 #
-# Buffers that a forward pass changes, such as the running statistics of batch normalisation, depend on the samples of
+# Buffers that a forward pass changes, such as the running statistics of batch normalization, depend on the samples of
 # one rank, so they drift apart. Rank 0's buffers are broadcast before a model is compared, saved or evaluated.
 
 
@@ -168,7 +168,7 @@ def check_same_structure(weights: Iterable[tuple[str, Any]], group: ProcessGroup
             longer, shorter = (0, rank) if len(structures[0]) > len(theirs) else (rank, 0)
             extra = structures[longer][len(structures[shorter])]
             raise ReplicaMismatchError(
-                f"models differ by construction: rank {longer} has {_show(extra)}, which rank {shorter} lacks; "
+                f"models differ by construction: rank {longer} has {_show(extra)}, which rank {shorter} does not have; "
                 "build the same model on every rank"
             )
 

@@ -82,8 +82,8 @@ def _say_that_it_does_not(self: Any, *args: Any) -> Any:
 @functools.cache
 def _warn(name: str) -> None:
     warnings.warn(
-        f"MindSpore's {name} draws numbers that do not follow the seed of the step: a run that is resumed draws other "
-        "ones. Give it its own seed",
+        f"MindSpore's {name} draws numbers that do not follow the seed of the step: a resumed run draws "
+        "different ones. Give it its own seed",
         RuntimeWarning,
         stacklevel=4,
     )

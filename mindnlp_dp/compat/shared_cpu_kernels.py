@@ -170,7 +170,7 @@ def _matrix_products(module: types.ModuleType) -> Iterator[None]:
         return NotImplemented
 
 
-# Models with their own RMS normalisation, composed of six operators: the name of the class for each module.
+# Models with their own RMS normalization, composed of six operators: the name of the class for each module.
 _RMS_NORMS = {
     "llama": "LlamaRMSNorm",
     "mistral": "MistralRMSNorm",

@@ -187,8 +187,8 @@ class PipelineSource:
         if options.global_batch_size is not None:
             if options.global_batch_size % size:
                 raise ValueError(
-                    f"a global batch of {options.global_batch_size} samples cannot be made of this pipeline's batches "
-                    f"of {size}; build it without .batch(), or with one that divides"
+                    f"a global batch of {options.global_batch_size} samples is not a multiple of this "
+                    f"pipeline's batches of {size}; build it without .batch(), or with one that divides"
                 )
             accumulation_steps = options.global_batch_size // size
 

@@ -259,7 +259,8 @@ def checked_weight(weight: Any, rank: str) -> float:
     value = float(weight)
     if not 0 <= value < math.inf:
         raise ValueError(
-            f"a loss weighs {value} on rank {rank}: loss_weight (loss_weight_of) must return a finite number that is "
+            f"the loss weight is {value} on rank {rank}: loss_weight (loss_weight_of) must return a "
+            "finite number that is "
             "not negative, such as the number of labels that count"
         )
     return value
@@ -292,17 +293,17 @@ class LossWeigher:
         if not self._has_warned and (self.mean is not None or has_ignored_labels(batch)):
             self._has_warned = True
             why = (
-                f"labels hold {IGNORED}, or positions are beyond the text, and what {self._whose} is a mean of is not "
-                "known"
+                f"labels hold {IGNORED}, or positions are beyond the text, and it is not known whether {self._whose} "
+                "is a mean over rows or over labels"
                 if self.mean is None
-                else f"{self._whose} is a mean over labels or positions, and a batch has none under the model's names "
-                f"for them (it has {', '.join(map(str, columns)) or 'no columns with names'})"
+                else f"{self._whose} is a mean over labels or positions, and the batch has no column with the model's "
+                f"names for them (it has {', '.join(map(str, columns)) or 'no columns with names'})"
             )
             warnings.warn(
-                f"{why}: it is weighed by rows. If it is a mean over labels, several ranks or micro-batches will not "
-                "train what one would; override loss_weight(inputs) of the Trainer, or pass loss_weight_of= to "
-                "make_train_step, for example with mindnlp_dp.count_labels. One that returns the number of rows ends "
-                "this warning, too",
+                f"{why}: it is weighted by rows. If it is a mean over labels, training on several ranks or "
+                "micro-batches differs from training on one: override loss_weight(inputs) of the Trainer, or pass "
+                "loss_weight_of= to make_train_step, for example with mindnlp_dp.count_labels. If it is a mean over "
+                "rows, return the number of rows there to end this warning",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -316,9 +317,9 @@ class LossWeigher:
         if self._length is not None and length != self._length and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{self._whose} is a softmax over all positions of a row, also those of the padding, and rows are "
-                f"padded to {self._length} and to {length} tokens: several ranks or micro-batches will not train what "
-                "one would. Pad all rows to one length",
+                f"{self._whose} is a softmax over all positions of a row, padding included, and rows are "
+                f"padded to {self._length} and to {length} tokens: training on several ranks or micro-batches "
+                "differs from training on one. Pad all rows to one length",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -66,7 +66,9 @@ class PaddingCollator:
         for number, row in enumerate(rows):
             if row.keys() != rows[0].keys():
                 names = ", ".join(sorted(map(repr, row.keys() ^ rows[0].keys())))
-                raise ValueError(f"samples 0 and {number} of a batch do not have the same columns: one lacks {names}")
+                raise ValueError(
+                    f"samples 0 and {number} of a batch do not have the same columns: one does not have {names}"
+                )
         for row in rows:
             if "input_ids" in row and "attention_mask" not in row:
                 row["attention_mask"] = np.ones(row["input_ids"].shape, np.int64)

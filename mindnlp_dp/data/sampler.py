@@ -198,5 +198,5 @@ def check_every_rank_has_a_sample(num_samples: int, world_size: int) -> None:
     if num_samples < world_size:
         raise ValueError(
             f"{num_samples} training samples for {world_size} ranks: every rank needs at least one; "
-            f"start at most {num_samples} processes, or bring more data"
+            f"start at most {num_samples} processes, or use more data"
         )

@@ -18,7 +18,7 @@ class ModelScope:
     Args:
         group: The ranks that together have the model.
         counts: For each parameter of this rank, whether this rank is the one of its replicas that adds it.
-        is_cut: For each parameter of this rank, whether this rank has only a shard of it.
+        is_sharded: For each parameter of this rank, whether this rank has only a shard of it.
 
     Attributes:
         has_cut_parameters: Whether any rank of the group has only a shard of a parameter.

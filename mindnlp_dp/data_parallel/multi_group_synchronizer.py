@@ -1,6 +1,6 @@
 """This module combines the exchanges of replicated and of expert parameters, whose groups of ranks differ.
 
-A train step uses the combination like one update.
+A train step uses the combination like one synchronizer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class MultiGroupSynchronizer(Synchronizer):
     """Combines several synchronizers over different groups; the first is over the ranks that split the samples.
 
     Args:
-        updates: The updates, each over its own group and with its part of the parameters.
-        places: For each update, the positions of its parameters among all parameters.
-        weights_of: For each update, a function from a micro-batch's weight to its weight in this update.
+        synchronizers: The synchronizers, each over its own group and with its part of the parameters.
+        places: For each synchronizer, the positions of its parameters among all parameters.
+        loss_weights_of: For each of them, a function from a micro-batch's weight to its weight there.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class MultiGroupSynchronizer(Synchronizer):
     def accumulate(
         self, gradients: Sequence[Optional[Any]], loss_weight: float = 1.0, *, loss: Optional[Any] = None
     ) -> None:
-        assert loss is None, "synchronizers of several groups need each loss at once"
+        assert loss is None, "synchronizers of several groups do not support deferred losses"
         for synchronizer, places, loss_weight_of in zip(self.synchronizers, self.places, self._loss_weights_of):
             synchronizer.accumulate([gradients[place] for place in places], loss_weight_of(loss_weight))
 

@@ -1,4 +1,4 @@
-"""This module overlaps the exchange of gradients with the backward pass, for the gradient synchroniser.
+"""This module overlaps the exchange of gradients with the backward pass, for the gradient synchronizer.
 
 In the last micro-batch of an update, hooks of the parameters receive the gradients from the last layer to the first.
 The exchange of a bucket starts when it is full and all buckets before it have started; the order is the same on all

@@ -1,4 +1,4 @@
-"""This module compresses gradients with PowerSGD and error feedback, for the gradient synchroniser.
+"""This module compresses gradients with PowerSGD and error feedback, for the gradient synchronizer.
 
 Two small exchanges replace a large one. They give every rank the same low-rank approximation of the mean of the ranks'
 gradient matrices. Each rank adds the error of the approximation to its next gradient::
@@ -48,7 +48,7 @@ def is_compressed(shape: Sequence[int], dtype: str, rank: int) -> bool:
 
 
 class PowerSGD:
-    """Averages the compressed gradients of a synchroniser, by parameter index, and keeps their bases and errors.
+    """Averages the compressed gradients of a synchronizer, by parameter index, and keeps their bases and errors.
 
     Attributes:
         num_bytes, num_calls: This rank's bytes of factors given to the exchange so far, and its collective calls.

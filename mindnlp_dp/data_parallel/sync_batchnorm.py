@@ -1,4 +1,4 @@
-"""Normalises batches over the rows of all ranks, as one process with all rows does; for models with BatchNorm layers.
+"""Normalizes batches over the rows of all ranks, as one process with all rows does; for models with BatchNorm layers.
 
 The user calls :func:`convert_sync_batchnorm`. The layers' classes change and their weights, buffers and names stay, so
 checkpoints do not change.
@@ -21,7 +21,7 @@ from mindnlp_dp.runtime.once_differentiable import once_differentiable
 
 
 def convert_sync_batchnorm(model: Any) -> Any:
-    """Make the model's BatchNorm layers normalise over the rows of all ranks in each micro-step; return the model.
+    """Make the model's BatchNorm layers normalize over the rows of all ranks in each micro-step; return the model.
 
     N ranks then train what one process with all rows trains, and their running statistics are that process's. Layers of
     MindNLP and of ``mindspore.nn`` are converted in place. With one rank, outside of a step of the Trainer or of
@@ -78,7 +78,7 @@ def _new(stock: Any) -> Any:
 
 
 class _Synchronized:
-    """A BatchNorm layer of MindNLP that normalises over the rows of all ranks."""
+    """A BatchNorm layer of MindNLP that normalizes over the rows of all ranks."""
 
     training: bool
 
@@ -105,7 +105,7 @@ class _Synchronized:
 
 
 class _SynchronizedCell(_Synchronized):
-    """A BatchNorm layer of ``mindspore.nn`` that normalises over the rows of all ranks."""
+    """A BatchNorm layer of ``mindspore.nn`` that normalizes over the rows of all ranks."""
 
     def construct(self: Any, x: Tensor) -> Tensor:
         batch = batch_across_ranks()
@@ -157,7 +157,7 @@ class _Statistics:
 
 
 class _BatchNorm(_Function):
-    """Batch normalisation (Ioffe and Szegedy, 2015) with statistics over the rows of all ranks."""
+    """Batch normalization (Ioffe and Szegedy, 2015) with statistics over the rows of all ranks."""
 
     @staticmethod
     def forward(

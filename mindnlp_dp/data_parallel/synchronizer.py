@@ -8,7 +8,7 @@ numbers of samples, for example. With gradient accumulation one update takes sev
     gradients = sync.reduce()                                        # all ranks, once
 
 A rank without samples contributes zeros. The gradient of a parameter that no rank used in the update is None, as in a
-single process. Pass only trainable parameters to the synchroniser.
+single process. Pass only trainable parameters to the synchronizer.
 
 If the last micro-batch is announced as below, each bucket is exchanged during its backward pass, as soon as the bucket
 is full (overlap.py). The result is the same::
@@ -149,7 +149,7 @@ class GradientSynchronizer(BufferedSynchronizer):
         """Enclose the last forward and backward pass of an update; an exchange that overlaps begins inside it.
 
         After an exception inside the context, no thread and no partial update remain. If the exchange had begun by
-        then, the other ranks hang, and this synchroniser can no longer be used.
+        then, the other ranks hang, and this synchronizer can no longer be used.
         """
         if self._exchange_is_off:
             yield
@@ -208,7 +208,7 @@ class GradientSynchronizer(BufferedSynchronizer):
         # Gradients are kept until the update ends, because the exchange may have to be repeated.
         self._late.append((list(gradients), loss_weight, self._deferred))
         if loss_weight != self._sent_loss_weight:
-            overlap.problem = overlap.problem or "a micro-step came after the last one, or weighed something else"
+            overlap.problem = overlap.problem or "a micro-step came after the last one, or had another weight"
             return
         self._sent_loss_weight = None
         overlap.compare(gradients)

@@ -21,6 +21,8 @@ def training_arguments(config: ParallelConfig, mesh: dp.DeviceMesh, **more: Any)
         EVAL_STRATEGY: "steps" if config.eval_steps else "epoch",
         "save_strategy": "steps" if config.save_steps else "no",
     }
+    if config.optimizer == "muon":
+        more["optim"] = "muon"
     if metric := config.metric_to_keep:
         # The library compares models when it evaluates them, so they are saved then.
         when.update(
@@ -118,8 +120,8 @@ def held_out(labels: np.ndarray, fraction: float, seed: int, source: str = "the 
     if not is_held_out.any():
         of_label = " of its most frequent label" if len(names) > 1 else ""
         raise InputError(
-            f"{source} has {max(counts, default=0)} rows{of_label}, and test_fraction {fraction} of them is less than "
-            f"one row; add rows (at least {math.ceil(1 / fraction)}), raise --test-fraction, or pass --test-file"
+            f"{source}: test_fraction {fraction} of its rows{of_label} ({max(counts, default=0)}) is less than one "
+            f"row; add rows (at least {math.ceil(1 / fraction)}), raise --test-fraction, or pass --test-file"
         )
     return is_held_out
 
@@ -135,8 +137,8 @@ def _layers(text: str) -> Union[bool, str, list[str]]:
 
 
 def build_optimizer(config: ParallelConfig, model: Any) -> Any:
-    """Return the optimizer of a job, or None for the Trainer's default, AdamW."""
-    if config.optimizer == "adamw":
+    """Return the optimizer of a job, or None for those that the Trainer makes from its arguments."""
+    if config.optimizer in ("adamw", "muon"):
         return None
     from mindnlp_dp.optim import LAMB, LARS, parameter_groups
 

@@ -5,12 +5,13 @@ An error names the file and the line, and says what to do.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import itertools
 import json
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +21,16 @@ from mindnlp_dp.finetuning.settings import InputError
 Row = tuple[int, dict[str, Any]]
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+# Files whose name says text: how they begin, what they are, and what to do.
+NOT_TEXT = {
+    b"PAR1": "a Parquet file; name it .parquet",
+    b"PK\x03\x04": "a zip archive, such as an Excel workbook; unpack it, or save the workbook as CSV in UTF-8",
+    b"\xd0\xcf\x11\xe0": "an old Excel workbook; save it as CSV in UTF-8",
+    b"\x1f\x8b": "compressed by gzip; unpack it",
+    b"BZh": "compressed by bzip2; unpack it",
+    b"\xfd7zXZ": "compressed by xz; unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd; unpack it",
+}
 LONGEST_SHOWN = 60
 # Encodings of mainframes, which fit almost any bytes.
 EBCDIC = ["cp037", "cp1026", "cp1140", "cp273", "cp424", "cp500", "cp875"]
@@ -45,6 +56,9 @@ def read_rows(path: str) -> Iterator[Row]:
         if suffix == ".parquet":
             yield from _parquet(path)
             return
+        for begin, what in NOT_TEXT.items():
+            if head.startswith(begin):
+                raise InputError(f"{path} is {what}")
         is_marked = head[:2] in (b"\xff\xfe", b"\xfe\xff")
         if not is_marked and head.count(0) > len(head) // 4:
             raise _other_encoding(path, head)
@@ -111,7 +125,7 @@ def _other_encoding(path: str, content: bytes) -> InputError:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _fields_of_any_length() -> Iterator[None]:
     # The csv module's limit is 131,072 characters and applies to the whole process, so it is restored.
     limit = csv.field_size_limit(sys.maxsize)
@@ -124,10 +138,13 @@ def _fields_of_any_length() -> Iterator[None]:
 def _delimited(file: TextIO, path: str) -> Iterator[Row]:
     # In TSV, tabs separate fields even inside quotes; quotes around a complete field are removed.
     by_tabs = Path(path).suffix.lower() == ".tsv"
+    # Spreadsheets write semicolons in countries whose decimal point is a comma.
+    delimiter = max(",;\t|", key=lambda mark: _fits(file, mark))
+    file.seek(0)
     first = file.readline()
     file.seek(0)
-    # Spreadsheets write semicolons in countries whose decimal point is a comma.
-    delimiter = next((mark for mark in ",;\t|" if mark in first), ",")
+    if first.lstrip().startswith(('{"', "[{", "[\n")):
+        raise InputError(f"{path}, line 1: this is JSON; name the file .jsonl or .json")
     if by_tabs and "\t" not in first and delimiter in first:
         raise InputError(f"{path}, line 1: there is no tab, but {delimiter!r}; name the file .csv")
     lines = (
@@ -146,8 +163,19 @@ def _delimited(file: TextIO, path: str) -> Iterator[Row]:
     for line, row in rows:
         if len(row) != len(header):
             reason = TSV_LINE_BREAKS if by_tabs and len(row) < len(header) else ""
-            raise InputError(f"{path}, line {line}: {len(row)} fields, but the header has {len(header)}{reason}")
+            wrong = f"expected {len(header)} fields, as in the header, got {len(row)}{reason}"
+            raise InputError(f"{path}, line {line}: {wrong}")
         yield line, dict(zip(header, map(_unquoted, row) if by_tabs else row))
+
+
+def _fits(file: TextIO, delimiter: str) -> tuple[bool, int]:
+    """Return whether header and first row have the same number of fields, more than one, and the header's number."""
+    file.seek(0)
+    counts = []
+    with contextlib.suppress(csv.Error):
+        for row in itertools.islice(filter(None, csv.reader(file, delimiter=delimiter, strict=True)), 2):
+            counts.append(len(row))
+    return len(set(counts)) == 1 and counts[0] > 1, sum(counts[:1])
 
 
 def _unquoted(field: str) -> str:
@@ -178,11 +206,12 @@ def _json(file: TextIO, path: str) -> Iterator[Row]:
     if start == "[":
         yield from _json_list(file.read(), path)
         return
-    for line, text in enumerate(file, 1):
-        if text.strip():
-            row, end = _decoded(text.strip(), 0, f"{path}, line {line}")
-            if end < len(text.strip()):
-                raise InputError(f"{path}, line {line}: text after the object; expected one JSON object per line")
+    for line, given in enumerate(file, 1):
+        if text := given.strip():
+            where = f"{path}, line {line}"
+            row, end = _decoded(text, 0, where)
+            if text[end:]:
+                raise InputError(f"{where}: {shown(text[end:])} after the object; expected one JSON object per line")
             yield line, row
 
 
@@ -190,9 +219,11 @@ def _json_list(text: str, path: str) -> Iterator[Row]:
     at, counted, line, separator = text.index("["), 0, 1, "["
     while text[at : at + 1] == separator:
         at = _after_spaces(text, at + 1)
-        if separator == "[" and text[at : at + 1] == "]":
-            break
         line, counted = line + text.count("\n", counted, at), at
+        if text[at : at + 1] == "]":
+            if separator == ",":
+                raise InputError(f"{path}, line {line}: a comma before the ] at the end; remove it")
+            break
         row, at = _decoded(text, at, f"{path}, line {line}")
         yield line, row
         at, separator = _after_spaces(text, at), ","

@@ -84,23 +84,27 @@ def load_pretrained(auto_class: Any, name: str, what: str, *, trust_pickle: bool
     if what == "model" and not trust_pickle:
         check_weights(name, trust_pickle=False)
         options["use_safetensors"] = True
-    try:
-        with contextlib.nullcontext() if trust_pickle else _no_unpickling(name):
+    guard: contextlib.AbstractContextManager[list[Any]] = (
+        contextlib.nullcontext([]) if trust_pickle else _no_unpickling(name)
+    )
+    with guard as refused:
+        try:
             return auto_class.from_pretrained(name, trust_remote_code=False, **options)
-    except InputError:
-        raise
-    except Exception as error:  # noqa: BLE001
-        # Hub, network, cache and file format raise different exceptions; the user needs the first line.
-        hint = "; --trust-pickle loads other formats, which may run code" if "use_safetensors" in str(error) else ""
-        raise InputError(
-            f"the {what} {name} cannot be loaded: {first_line(error)}{hint}; without a network pass a folder that has "
-            "it, or --model tiny"
-        ) from None
+        except Exception as error:  # noqa: BLE001
+            # The library tokenizers raises bare Exceptions; hub, network, cache and file formats raise other kinds.
+            if refused:
+                # The library reports it as a damaged file.
+                _refuse(name, refused[0])
+            hint = "; --trust-pickle loads other formats, which may run code" if "use_safetensors" in str(error) else ""
+            raise InputError(
+                f"the {what} {name} cannot be loaded: {first_line(error)}{hint}; without a network pass a folder that "
+                "has it, or --model tiny"
+            ) from None
 
 
 @contextlib.contextmanager
-def _no_unpickling(name: str) -> Iterator[None]:
-    """Refuse each file that the library is about to unpickle, such as one that an index from a hub names."""
+def _no_unpickling(name: str) -> Iterator[list[Any]]:
+    """Refuse, and yield, the files that the library would unpickle, such as one that an index from a hub names."""
     transformers_api()
     where, function = _UNPICKLES[mindnlp_series()]
     module = importlib.import_module(where)
@@ -113,11 +117,6 @@ def _no_unpickling(name: str) -> Iterator[None]:
 
     setattr(module, function, load)
     try:
-        yield
-    except Exception:
-        # The library reports it as a damaged file.
-        if refused:
-            _refuse(name, refused[0])
-        raise
+        yield refused
     finally:
         setattr(module, function, stock)

@@ -43,7 +43,7 @@ def make_report(
         "single",
         args.per_device_train_batch_size * args.gradient_accumulation_steps,
     )
-    if hasattr(trainer, "whole"):
+    if hasattr(trainer, "distributed_model"):
         # For a sharded model, every rank computes the digest of the full model.
         backend, global_batch_size = trainer.world.backend, trainer.training_loop.loader.global_batch_size
         digests = trainer.world.all_gather_object(trainer.distributed_model.digest())
@@ -101,7 +101,7 @@ def write_results(folder: Path, report: RunReport, save_model: Callable[[str], N
         print('no plot was drawn, for matplotlib is missing; pip install "mindnlp-dp[quickstart]"')
     else:
         with atomic_write(folder / PLOT_FILE) as plot:
-            title += "; {world_size} ranks over {backend}, {global_batch_size} samples an update".format_map(report)
+            title += "; {world_size} ranks over {backend}, {global_batch_size} samples per update".format_map(report)
             draw_png(plot, [RecordedRun(folder.name, report)], title)
     with atomic_write(folder / REPORT_FILE) as file:
         file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

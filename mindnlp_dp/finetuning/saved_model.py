@@ -1,6 +1,6 @@
 """This module loads what a recipe has saved: a model, or adapters with the model that they belong to.
 
-The recipe for language models calls it to continue from a folder, and the commands ``export`` and ``generate``.
+The recipes call it to continue from a folder, and so do the commands ``export`` and ``generate``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.results import MODEL_FOLDER
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import peft_api, transformers_api
+
+# What the recipes save, by PEFT's names: the library's class, and the recipe.
+AUTO_CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification"}
+RECIPES = {"CAUSAL_LM": "scripts/finetune_llm.py", "SEQ_CLS": "scripts/finetune.py"}
 
 
 def find_model(output_dir: Path) -> Path:
@@ -28,9 +32,21 @@ def find_model(output_dir: Path) -> Path:
 
 
 def adapters_of(name: str) -> Optional[dict[str, Any]]:
-    """Return the settings of a folder's adapters; None for a whole model, and for a hub name."""
+    """Return the settings of a folder's adapters; None for a whole model, and for a hub name.
+
+    Raises:
+        InputError: the file of the settings has another form.
+    """
     path = Path(name) / "adapter_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {"r": 0, **found, **{key: found[key] for key in ("peft_type", "task_type", "base_model_name_or_path")}}
+    except (ValueError, KeyError, TypeError):
+        raise InputError(
+            f"{path} does not describe adapters: expected JSON with peft_type, task_type and base_model_name_or_path"
+        ) from None
 
 
 def base_of(name: str, base: str = "") -> str:
@@ -39,10 +55,47 @@ def base_of(name: str, base: str = "") -> str:
     return name if adapters is None else base or adapters["base_model_name_or_path"]
 
 
-def load_causal_lm(name: str, base: str = "", *, is_trainable: bool = False, trust_pickle: bool = False) -> Any:
-    """Return a causal language model, with its adapters if the folder has some.
+def kind_of(name: str) -> str:
+    """Return a key of :data:`AUTO_CLASSES`: PEFT's name for what a folder's model or adapters do."""
+    adapters, config = adapters_of(name), Path(name) / "config.json"
+    if adapters is not None:
+        return str(adapters["task_type"])
+    kinds = json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
+    return "SEQ_CLS" if kinds and kinds[0].endswith("Classification") else "CAUSAL_LM"
+
+
+def check_kind(name: str, kind: str, lora_rank: int = 0) -> None:
+    """Raise InputError if a folder has a model or adapters that the recipe of this kind does not train.
+
+    A language model becomes a classifier with a new head; a classifier does not become a language model.
+    """
+    adapters, found = adapters_of(name), kind_of(name)
+    if adapters is None:
+        if (found, kind) == ("SEQ_CLS", "CAUSAL_LM"):
+            raise InputError(
+                f"{name} is a text classifier; expected a causal language model; train it with {RECIPES[found]}"
+            )
+        return
+    if (adapters["peft_type"], found) != ("LORA", kind):
+        merge = ", or make one model of them by: mindnlp-dp export OUTPUT_DIR NEW_FOLDER --merge-lora"
+        raise InputError(
+            f"{name} has adapters of the kind {adapters['peft_type']} for {found}; expected LORA for {kind}; pass the "
+            f"model that they belong to{merge if (found, kind) == ('CAUSAL_LM', 'SEQ_CLS') else ''}"
+        )
+    if lora_rank not in (0, adapters["r"]):
+        raise InputError(
+            f"{name} has adapters of rank {adapters['r']}, which are trained further; leave out --lora-rank, or pass "
+            "the model that they belong to, for new adapters"
+        )
+
+
+def load_saved(
+    name: str, kind: str = "CAUSAL_LM", base: str = "", *, is_trainable: bool = False, trust_pickle: bool = False
+) -> Any:
+    """Return a model, with its adapters if the folder has some.
 
     Args:
+        kind: a key of :data:`AUTO_CLASSES`.
         base: the model of the adapters, if it is no longer where they were trained.
         is_trainable: whether the adapters are trained further.
         trust_pickle: as in :func:`~.pretrained.load_pretrained`.
@@ -50,16 +103,23 @@ def load_causal_lm(name: str, base: str = "", *, is_trainable: bool = False, tru
     Raises:
         InputError: it cannot be loaded, or is another kind of model.
     """
+    check_kind(name, kind)
     source, adapters, library = base_of(name, base), adapters_of(name), transformers_api()
-    if adapters is not None and (adapters["peft_type"], adapters["task_type"]) != ("LORA", "CAUSAL_LM"):
-        kind = f"{adapters['peft_type']} for {adapters['task_type']}"
-        raise InputError(f"{name} has adapters of the kind {kind}; expected LORA for CAUSAL_LM")
-    config = Path(source) / "config.json"
-    kinds = json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
-    if kinds and kinds[0].endswith("Classification"):
-        raise InputError(f"{source} is a {kinds[0]}; expected a causal language model")
+    check_kind(source, kind)
+    options: dict[str, Any] = {}
+    if adapters is not None and kind == "SEQ_CLS":
+        if not (Path(name) / "config.json").is_file():
+            raise InputError(
+                f"{name} has adapters of a classifier, and no config.json with its labels; pass the folder "
+                f"{MODEL_FOLDER}/ of a run's output_dir"
+            )
+        # The head is saved with the adapters, and that of their model may have other sizes.
+        options = {
+            "config": load_pretrained(library.AutoConfig, name, "configuration"), "ignore_mismatched_sizes": True,
+        }  # fmt: skip
     try:
-        model = load_pretrained(library.AutoModelForCausalLM, source, "model", trust_pickle=trust_pickle)
+        auto_class = getattr(library, AUTO_CLASSES[kind])
+        model = load_pretrained(auto_class, source, "model", trust_pickle=trust_pickle, **options)
     except InputError as error:
         raise InputError(
             f"{error}" + (f"; {name} has adapters for it, and names it in adapter_config.json" if adapters else "")

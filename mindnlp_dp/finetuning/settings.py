@@ -16,7 +16,9 @@ from typing import Any, Optional, TypeVar, get_type_hints
 from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
 from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
-OPTIMIZERS = ("adamw", "lamb", "lars")
+# The name of the small models with random weights that the recipes train without a pretrained one.
+FROM_SCRATCH = "tiny"
+OPTIMIZERS = ("adamw", "muon", "lamb", "lars")
 # MindNLP's; "cosine_with_min_lr" needs another setting, and is left out.
 SCHEDULES_OF_RATES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -126,7 +128,7 @@ class ParallelConfig(RunConfig):
     )
     use_rslora: bool = setting(False, "rank-stabilized LoRA: multiply by lora_alpha / sqrt(lora_rank) instead")
     use_dora: bool = setting(False, "DoRA: also train the norms of the layers' weights")
-    optimizer: str = setting("adamw", "adamw; or lamb or lars, for large batches")
+    optimizer: str = setting("adamw", "adamw; muon; or lamb or lars, for large batches")
     save_steps: int = setting(0, "number of updates between two checkpoints, of which the last two are kept; 0: none")
     async_save: bool = setting(False, "write checkpoints while training continues; needs their size in memory")
     sharded_checkpoints: bool = setting(
@@ -244,7 +246,7 @@ def parse_config(
 
     Args:
         kind: a subclass of :class:`RunConfig`; only its fields are accepted as flags.
-        from_scratch: additional defaults for the model "tiny", which needs other values because it is not pretrained.
+        from_scratch: additional defaults for the model ``FROM_SCRATCH``, which is not pretrained.
 
     Raises:
         InputError: the file is missing, is not a YAML mapping, or has an unknown key or a value of the wrong
@@ -254,7 +256,7 @@ def parse_config(
     file = flags.pop("config", None)
     from_file = read_config_file(file, kind) if file else {}
     defaults = dict(defaults or {})
-    if {**defaults, **from_file, **flags}.get("model") == "tiny":
+    if {**defaults, **from_file, **flags}.get("model") == FROM_SCRATCH:
         defaults.update(from_scratch or {})
     chosen: dict[str, Any] = {}
     for settings in (defaults, from_file, flags):

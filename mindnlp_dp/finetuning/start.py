@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Optional, Protocol, TypeVar
 
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error
+from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError, ParallelConfig, as_input_error
 from mindnlp_dp.runtime.launch_env import detect_launch, launched_rank
 
 
@@ -29,7 +29,7 @@ def check_files(config: ParallelConfig, model: str, read: Callable[[], Read]) ->
     """Return the data on rank 0, which alone needs the files, and None on other ranks; with --check, exit after it.
 
     Args:
-        model: a pretrained model's folder or hub name; "" without one.
+        model: ``FROM_SCRATCH``, or a pretrained model's folder or hub name.
         read: reads the data; it is not called for a data set of a hub, whose download would keep the others waiting.
 
     Raises:
@@ -48,7 +48,7 @@ def check_files(config: ParallelConfig, model: str, read: Callable[[], Read]) ->
     if model.startswith((".", "/", "~")) and not folder.exists():
         raise InputError(f"the model {model} cannot be loaded: there is no such folder")
     files = [folder / name for name in ("config.json", "adapter_config.json")]
-    if model and folder.is_dir() and not any(file.is_file() for file in files):
+    if model != FROM_SCRATCH and folder.is_dir() and not any(file.is_file() for file in files):
         raise InputError(f"the model {model} cannot be loaded: the folder has no config.json")
     dataset = getattr(config, "dataset", "")
     if dataset and not Path(dataset).is_dir() and not config.check:

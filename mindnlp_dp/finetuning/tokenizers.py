@@ -34,18 +34,24 @@ def as_pretrained(tokenizer_json: str, max_length: int, **special_tokens: str) -
     )
 
 
-def pretrained_tokenizer(name: str, base: str = "") -> tuple[Any, Tokenizer]:
-    """Return the tokenizer of a pretrained model, and the fast one within it.
+def load_tokenizer(name: str, base: str = "") -> Any:
+    """Return the tokenizer of a model; raise InputError if it cannot be loaded.
 
     For a folder with adapters and without a tokenizer, it is that of ``base``, or of the model that they name.
-
-    Raises:
-        InputError: it cannot be loaded, or is not a fast tokenizer.
     """
     # Adapters that a Trainer has saved have no tokenizer.
     if not (Path(name) / "tokenizer_config.json").is_file():
         name = base_of(name, base)
-    tokenizer = load_pretrained(transformers_api().AutoTokenizer, name, "tokenizer")
+    return load_pretrained(transformers_api().AutoTokenizer, name, "tokenizer")
+
+
+def pretrained_tokenizer(name: str, base: str = "") -> tuple[Any, Tokenizer]:
+    """Return what :func:`load_tokenizer` returns, and the fast tokenizer within it.
+
+    Raises:
+        InputError: it cannot be loaded, or is not a fast tokenizer.
+    """
+    tokenizer = load_tokenizer(name, base)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InputError(f"the tokenizer {name} has no fast form (tokenizer.json), from which labels are made")

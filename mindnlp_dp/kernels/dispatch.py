@@ -43,7 +43,7 @@ def _checked(name: str, value: str, default: str, variable: str, choices: Sequen
     asked = os.environ.get(variable) or value if value == default else value
     if asked not in choices:
         by = f"{variable}={asked}" if asked != value else f"{name}={value!r}"
-        raise ValueError(f"{by} is none of {', '.join(map(repr, choices))}")
+        raise ValueError(f"{by} must be one of {', '.join(map(repr, choices))}")
     return asked
 
 

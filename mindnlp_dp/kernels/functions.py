@@ -83,7 +83,7 @@ def softmax(x: Tensor) -> Tensor:
 
 
 def layer_norm(x: Tensor, num_axes: int, weight: Optional[Tensor], bias: Optional[Tensor], epsilon: float) -> Tensor:
-    """Normalise ``x`` over its last ``num_axes`` dimensions; ``weight`` and ``bias`` have the shape of these."""
+    """Normalize ``x`` over its last ``num_axes`` dimensions; ``weight`` and ``bias`` have the shape of these."""
     return _Norm.apply(x, weight, bias, _Kind(num_axes, epsilon, True))
 
 
@@ -345,7 +345,7 @@ class _Softmax(_Function):
 
 
 class _Kind(NamedTuple):
-    """The options of a normalisation: its number of dimensions, its epsilon, and whether the mean is subtracted."""
+    """The options of a normalization: its number of dimensions, its epsilon, and whether the mean is subtracted."""
 
     num_axes: int
     epsilon: float
@@ -368,7 +368,7 @@ class _Norm(_Function):
         g, rows = (array_of(each).reshape(-1, ctx.columns) for each in (gradient, x))
         of_rows, *sums = normalize_backward(g, rows, _flat(weight), ctx.statistics, ctx.kind.centred)
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        # Weight and bias have the shape of the normalised dimensions.
+        # Weight and bias have the shape of the normalized dimensions.
         shape = x.shape[x.ndim - ctx.kind.num_axes :]
         return (
             tensor_of(of_rows.reshape(x.shape)) if of_x else None,

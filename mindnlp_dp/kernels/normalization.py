@@ -1,4 +1,4 @@
-"""This module computes layer and RMS normalisation of a matrix's rows; functions.py calls it.
+"""This module computes layer and RMS normalization of a matrix's rows; functions.py calls it.
 
 oneDNN's primitives do it in one pass over the memory. NumPy does it, in blocks that stay in a core's cache, where they
 are missing, and for rows in which float32 needs care: values whose squares overflow, and a mean that is large compared
@@ -41,9 +41,9 @@ class Statistics(NamedTuple):
 def normalize(
     x: np.ndarray, weight: Weight, bias: Weight, epsilon: float, centred: bool
 ) -> tuple[np.ndarray, Statistics]:
-    """Normalise every row: ``(x - mean) / sqrt(variance + epsilon)``, times ``weight``, plus ``bias``.
+    """Normalize every row: ``(x - mean) / sqrt(variance + epsilon)``, times ``weight``, plus ``bias``.
 
-    If not ``centred``, this is RMS normalisation: the mean is taken to be 0.
+    If not ``centred``, this is RMS normalization: the mean is taken to be 0.
 
     Returns:
         The result, and the statistics that the backward pass needs.
@@ -127,7 +127,7 @@ def normalize_backward(
         weighted = g * normalized
         np.sum(weighted, axis=0, out=sums[0, at.start // size])
         np.sum(g, axis=0, out=sums[1, at.start // size])
-        # Subtract the gradient's components along (1, ..., 1) and along the normalised row.
+        # Subtract the gradient's components along (1, ..., 1) and along the normalized row.
         if weight is None:
             out[...] = g
         else:

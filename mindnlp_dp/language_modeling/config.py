@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 from mindnlp_dp.finetuning.pretrained import check_weights
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, learning_rate_from_scratch, setting
+from mindnlp_dp.finetuning.saved_model import adapters_of, check_kind
+from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError, ParallelConfig, learning_rate_from_scratch, setting
 
 TEMPLATES = ("plain", "chatml", "alpaca", "tokenizer")
 OBJECTIVES = ("sft", "dpo", "ipo", "simpo", "orpo")
-FROM_SCRATCH = "tiny"
 
 
 @dataclass
@@ -50,14 +50,16 @@ class LanguageModelingConfig(ParallelConfig):
     def usual_learning_rate(self) -> float:
         if self.model == FROM_SCRATCH:
             return learning_rate_from_scratch(3e-3, self.hidden_size)
+        trains_adapters = self.lora_rank or adapters_of(self.model)
         if self.objective != "sft":
-            return 1e-5 if self.lora_rank else 1e-6
-        return 2e-4 if self.lora_rank else 2e-5
+            return 1e-5 if trains_adapters else 1e-6
+        return 2e-4 if trains_adapters else 2e-5
 
     def validate(self) -> None:
         super().validate()
         if self.model != FROM_SCRATCH:
             check_weights(self.model, trust_pickle=self.trust_pickle)
+            check_kind(self.model, "CAUSAL_LM", self.lora_rank)
         if bool(self.train_file) != bool(self.test_file or self.test_fraction):
             raise InputError("--train-file and --test-file (or --test-fraction) must be given together")
         if self.objective not in OBJECTIVES:

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
-from mindnlp_dp.finetuning.files import read_rows
-from mindnlp_dp.finetuning.files import shown as _shown
+from mindnlp_dp.finetuning.files import read_rows, shown
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.language_modeling.forms import KEYS, answers_of, messages_of
 
@@ -86,14 +85,14 @@ def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
     if messages is None:
         raise InputError(
             f"{where}: expected prompt and completion, messages, instruction and output, conversations, or text; "
-            f"got {_shown(row)}"
+            f"got {shown(row)}"
         )
     found = [_message(message, where) for message in messages]
     if found[-1].role != "assistant":
         raise InputError(f"{where}: the last message must be the assistant's, got {found[-1].role!r}")
     masks = row.get("mask_history", False)
     if not isinstance(masks, bool):
-        raise InputError(f"{where}: mask_history must be true or false, got {_shown(masks)}")
+        raise InputError(f"{where}: mask_history must be true or false, got {shown(masks)}")
     conversation = Conversation(only_last_counted(found) if masks else found)
     conversation.where, conversation.ignored = where, frozenset(row).difference(ROW_KEYS)
     conversation.is_document = is_document
@@ -118,8 +117,9 @@ def read_preferences(path: str) -> list[Conversation]:
             num_equal += 1
             continue
         pair = []
+        others = {key: value for key, value in row.items() if key not in ("prompt", "chosen", "rejected")}
         for answer in answers:
-            each = _conversation({**_others(row), "messages": [*prompt, *answer]}, where)
+            each = _conversation({**others, "messages": [*prompt, *answer]}, where)
             # What the assistant says in the prompt is not an answer.
             messages = [replace(one, is_counted=one.is_counted and at >= len(prompt)) for at, one in enumerate(each)]
             pair.append(Conversation(messages))
@@ -127,14 +127,10 @@ def read_preferences(path: str) -> list[Conversation]:
         pair[0].rejected = pair[1]
         found.append(pair[0])
     if num_equal:
-        print(f"warning: {path}: in {num_equal} rows chosen equals rejected; they are left out", file=sys.stderr)
+        print(f"warning: {path}: rows left out, whose chosen equals rejected: {num_equal}", file=sys.stderr)
     if not found:
         raise InputError(f"{path} has no rows with two different answers")
     return found
-
-
-def _others(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in ("prompt", "chosen", "rejected")}
 
 
 def only_last_counted(messages: Sequence[Message]) -> list[Message]:
@@ -144,7 +140,7 @@ def only_last_counted(messages: Sequence[Message]) -> list[Message]:
 
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-        raise InputError(f"{where}: a message has role and content, two texts; got {_shown(message)}")
+        raise InputError(f"{where}: a message has role and content, two texts; got {shown(message)}")
     role, content = message["role"], message["content"]
     if role not in ROLES:
         raise InputError(f"{where}: a role is one of {', '.join(ROLES)}; got {role!r}")
@@ -155,12 +151,12 @@ def _message(message: Any, where: str) -> Message:
         raise InputError(f"{where}: a message has the key {unknown[0]!r}; known are {known}; remove it from the file")
     weight = more.pop("weight", 1)
     if weight not in (0, 1) or (weight == 1 and role != "assistant" and "weight" in message):
-        raise InputError(f"{where}: weight is 0 or 1, and 1 for the assistant only; got {_shown(message)}")
+        raise InputError(f"{where}: weight is 0 or 1, and 1 for the assistant only; got {shown(message)}")
     if "tool_calls" in more:
         calls = f"{where}: tool_calls must be a list of calls"
         more["tool_calls"] = [_call(call, where) for call in _from_json(more["tool_calls"], list, calls)]
     if not isinstance(content, str) and not (content is None and role == "assistant" and more.get("tool_calls")):
-        raise InputError(f"{where}: content must be a text, or null beside tool_calls; got {_shown(message)}")
+        raise InputError(f"{where}: content must be a text, or null beside tool_calls; got {shown(message)}")
     return Message(role, content, weight == 1, more)
 
 
@@ -168,7 +164,7 @@ def _call(call: Any, where: str) -> Any:
     """Return a call of a tool with its arguments as an object, as chat templates expect them."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InputError(f"{where}: a call in tool_calls has a function with a name; got {_shown(call)}")
+        raise InputError(f"{where}: a call in tool_calls has a function with a name; got {shown(call)}")
     arguments = _from_json(function.get("arguments") or {}, Mapping, f"{where}: arguments must be an object")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
@@ -183,7 +179,7 @@ def _from_json(value: Any, kind: type, expected: str) -> Any:
         except ValueError:
             pass
     if not isinstance(parsed, kind):
-        raise InputError(f"{expected}; got {_shown(value)}")
+        raise InputError(f"{expected}; got {shown(value)}")
     return parsed
 
 

@@ -27,7 +27,7 @@ from mindnlp_dp.finetuning import results
 from mindnlp_dp.finetuning.arguments import build_optimizer, callbacks, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.finetuning.start import check_files
-from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
+from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.rows import Collator, PairCollator
 from mindnlp_dp.language_modeling.task import (
     ConversationSplits,
@@ -44,8 +44,7 @@ def main() -> None:
     """Train as the command line says, and print a summary; errors in the input end with one sentence."""
     try:
         config = parse_config(LanguageModelingConfig, description=__doc__)
-        model = "" if config.model == FROM_SCRATCH else config.model
-        splits = check_files(config, model, lambda: read_splits(config))
+        splits = check_files(config, config.model, lambda: read_splits(config))
         # Imported here because it imports MindSpore, which takes seconds: errors in files and flags come before.
         from mindnlp_dp.finetuning import job
 
@@ -77,17 +76,14 @@ def prepared(
     def prepare() -> bytes:
         task = prepare_task(config, splits)
         # The ranks of one host map the same file of rows, which other hosts do not have.
-        return pickle.dumps(task if group.local_world_size == group.world_size else in_memory(task))
+        if group.local_world_size < group.world_size:
+            task = replace(task, train=task.train.in_memory(), test=task.test.in_memory())
+        return pickle.dumps(task)
 
     packed = group.run_on_rank0(prepare, "preparing the data")
     task = group.run_on(True, lambda: pickle.loads(packed), "opening the rows of tokens")
     assert task is not None, "every rank opens them"
     return task
-
-
-def in_memory(task: LanguageModelingTask) -> LanguageModelingTask:
-    """Return the data with rows that are not in a file."""
-    return replace(task, train=task.train.in_memory(), test=task.test.in_memory())
 
 
 def train(
@@ -137,9 +133,11 @@ def train(
     )
     if group.is_main:
         if task.num_truncated:
-            print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
+            print(
+                f"texts truncated, which are longer than max_length ({config.max_length} tokens): {task.num_truncated}"
+            )
         if task.num_without_labels:
-            print(f"{task.num_without_labels} texts have no completion left, and were left out")
+            print(f"texts left out, which have no completion left: {task.num_without_labels}")
         if task.ignored_keys:
             print(f"keys of the files' lines that are not used: {', '.join(task.ignored_keys)}")
     output = job.train(trainer, config)

@@ -72,7 +72,9 @@ def _without_prompt(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, A
         # A space belongs to the word after it, for many tokenizers.
         at -= 1
     if not at:
-        raise InputError(f"{where}: there is no prompt, and chosen and rejected do not begin alike; add the key prompt")
+        raise InputError(
+            f"{where}: there is no prompt, and chosen and rejected have no common beginning; add the key prompt"
+        )
     return chosen[:at], chosen[at:], rejected[at:]
 
 

@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 from mindnlp_dp.finetuning.arguments import chosen, held_out, repeated
 from mindnlp_dp.finetuning.files import weighted_files
 from mindnlp_dp.finetuning.lora import with_lora
-from mindnlp_dp.finetuning.saved_model import adapters_of, load_causal_lm
-from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.saved_model import adapters_of, load_saved
+from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError
 from mindnlp_dp.finetuning.tokenizers import as_pretrained, encoded_text, pretrained_tokenizer
 from mindnlp_dp.language_modeling import row_cache, templates
-from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
+from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import (
     Conversation,
     read_conversations,
@@ -227,14 +227,8 @@ def _of_tiny_model(config: LanguageModelingConfig, tokenizer_json: str) -> Any:
 def _of_pretrained(config: LanguageModelingConfig) -> tuple[Any, list[str]]:
     """Return the tokenizer of a pretrained model, and the template's tokens that were added to it."""
     tokenizer, _ = pretrained_tokenizer(config.model)
-    adapters = adapters_of(config.model)
-    if adapters is not None and config.lora_rank not in (0, adapters["r"]):
-        raise InputError(
-            f"{config.model} has adapters of rank {adapters['r']}, which are trained further; leave out --lora-rank, "
-            "or pass the model that they belong to, for new adapters"
-        )
     added = add_control_tokens(tokenizer, templates.CONTROL_TOKENS.get(config.template, ()))
-    if added and (config.lora_rank or adapters is not None):
+    if added and (config.lora_rank or adapters_of(config.model)):
         raise InputError(
             f"{config.model} has no token {added[0]}, and LoRA does not train the embeddings of new tokens; choose "
             "another --template, or train all weights (--lora-rank 0)"
@@ -265,7 +259,7 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
             )
         )
     else:
-        model = load_causal_lm(config.model, is_trainable=True, trust_pickle=config.trust_pickle)
+        model = load_saved(config.model, is_trainable=True, trust_pickle=config.trust_pickle)
     if task.is_extended and task.vocab_size > model.config.vocab_size:
         model.resize_token_embeddings(task.vocab_size)
     _set_ends(model.generation_config, task.ends)

@@ -129,7 +129,7 @@ class Job:
             # On a busy machine OpenMPI's own server may start too late ("The PMIx server's listener thread failed to
             # start").
             if result.failed_before_start and attempt.backend == "mpi" and len(hosts) == 1:
-                print("mpirun ended before any rank had begun; it is started again", file=sys.stderr)
+                print("mpirun exited before any rank had started; it is started again", file=sys.stderr)
                 result = self._start_and_monitor(hosts, attempt)
             return result
         except TemporaryError as error:

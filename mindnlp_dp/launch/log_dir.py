@@ -75,7 +75,7 @@ class LogDir:
         except OSError as error:
             if not self._attempts:
                 raise cannot_be_written(self.path, error) from None
-            print(f"{folder} cannot be made ({error}); the next logs replace the last ones", file=sys.stderr)
+            print(f"{folder} cannot be created ({error}); the next logs replace the last ones", file=sys.stderr)
             return self._attempts[-1]
         self._attempts.append(folder)
         if len(self._attempts) > _KEPT_ATTEMPTS:
@@ -94,7 +94,7 @@ class LogDir:
             with open(open_to_write(self.path / RECORD, flags=0), "w", encoding="utf-8") as file:
                 file.write(json.dumps(failure) + "\n")
         except OSError as error:
-            print(f"this failure is not in {self.path / RECORD}: {error}", file=sys.stderr)
+            print(f"this failure could not be recorded in {self.path / RECORD}: {error}", file=sys.stderr)
 
 
 def join_attempt(folder: Path) -> None:

@@ -39,7 +39,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         help="mpi: mpirun, the faster one on CPU; mindspore: HCCL, NCCL or MCCL by device (default: mindspore when "
         "DEVICE_TARGET is Ascend or GPU, or when it is not set and there are NPUs, else mpi)",
     )  # fmt: skip
-    add("--log-dir", type=Path, metavar="DIR", help="where worker_R.log go (default: logs/DATE-TIME-PID)")
+    add("--log-dir", type=Path, metavar="DIR", help="folder of the logs, worker_R.log (default: logs/DATE-TIME-PID)")
     add(
         "--max-restarts", type=_non_negative, metavar="N",
         help="restart the job after a failure, at most N times, from its newest checkpoint (default: 0; "
@@ -50,7 +50,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         help="end the job, and say which rank waits for which, when no rank has made progress for SECONDS; 0: "
         "never (default: 1800)",
     )  # fmt: skip
-    add("--tee", choices=("0", "all", "none"), default="0", help="whose output is shown (default: 0, rank 0's)")
+    add("--tee", choices=("0", "all", "none"), default="0", help="ranks whose output is shown (default: 0)")
     add(
         "--log-mb", type=_non_negative, default=JobOptions.log_mb, metavar="MB",
         help="the size at which a rank's log is rotated; the previous log stays as worker_R.log.1; 0: "
@@ -62,7 +62,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--grace-period", type=non_negative, default=JobOptions.grace_period, metavar="SECONDS",
-        help="at SIGTERM or SIGHUP, wait so long for a checkpoint, which dp.DataParallelTrainer writes at its next "
+        help="at SIGTERM or SIGHUP, wait SECONDS for a checkpoint, which dp.DataParallelTrainer writes at its next "
         "update and dp.FunctionalRun at its next save(), before ranks are ended; 0: end them at once (default: 30)",
     )  # fmt: skip
     add(
@@ -87,7 +87,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     add("--rdzv-id", default="", metavar="NAME", help="the job's name: hosts of another job are refused")
     add(
         "--rdzv-token-file", type=Path, metavar="FILE",
-        help="a file with a secret that all hosts have in common; else MINDNLP_DP_RDZV_TOKEN, else "
+        help="a file with a secret that all hosts share; else MINDNLP_DP_RDZV_TOKEN, else "
         "~/.config/mindnlp_dp/token",
     )  # fmt: skip
     add(
@@ -96,7 +96,11 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         "until a silent host is lost",
     )  # fmt: skip
     add("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)
-    add("--master-addr", metavar="HOST", help="the endpoint in another way")
+    add(
+        "--master-addr",
+        metavar="HOST",
+        help="host of the rendezvous endpoint, as in torchrun; replaces --rdzv-endpoint",
+    )
     add("--master-port", type=_non_negative, default=29400, metavar="PORT", help="(default: 29400)")
     run.add_argument("--standalone", action="store_true", help="one host, the default; torchrun's option")
     run.add_argument("-m", "--module", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
@@ -131,9 +135,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def _refuse(self, name: str) -> NoReturn:
         if name in _OF_TORCHRUN:
-            self.error(f"{name} is torchrun's, and not taken here: {_OF_TORCHRUN[name]}")
+            self.error(f"{name} is an option of torchrun that is not supported here: {_OF_TORCHRUN[name]}")
         close = difflib.get_close_matches(name, self._option_string_actions, 1)
-        self.error(f"unrecognized option {name}" + (f"; do you mean {close[0]}?" if close else ""))
+        self.error(f"unrecognized option {name}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
@@ -198,7 +202,7 @@ def _nproc(text: str) -> MinMax:
     if device is None:
         return _size(text)
     if device != own:
-        raise argparse.ArgumentTypeError(f"{text}: ranks would take {own}; DEVICE_TARGET={device} says otherwise")
+        raise argparse.ArgumentTypeError(f"{text}: ranks would use {own}; set DEVICE_TARGET={device}")
     if device not in ("CPU", "GPU", "Ascend"):
         raise argparse.ArgumentTypeError(f"{text}: DEVICE_TARGET is {device}, expected CPU, Ascend or GPU")
     number = len(os.sched_getaffinity(0)) if device == "CPU" else count_devices(device, os.environ)
@@ -231,8 +235,8 @@ _IGNORED = ("--monitor-interval", "--start-method", "--role")
 
 # Its options that are refused, and what to do instead.
 _OF_TORCHRUN = {
-    "--no-python": "ranks are Python's; start another program from a script, by subprocess",
-    "--run-path": "scripts are always run like this; leave it out",
+    "--no-python": "ranks are Python processes; start another program from a script with subprocess",
+    "--run-path": "this is always the case; leave it out",
     "--redirects": _ELSEWHERE,
     "-r": _ELSEWHERE,
     "-t": _ELSEWHERE,

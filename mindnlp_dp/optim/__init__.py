@@ -13,8 +13,8 @@ each rank updates one slice, and only it has the optimizer state of this slice. 
 the gradients. CPU ranks of one host that shard the update share one set of weights, and send nothing. Optimizers that
 have no rule here run on full parameters (zero/parameterwise.py).
 
-The package also has optimizers for large batches, LARS and LAMB, with the interface of MindNLP's, and rules for the
-learning rate. They are imported at first use, because importing MindNLP's optimizers takes seconds.
+The package also has Muon, and optimizers for large batches, LARS and LAMB, with the interface of MindNLP's, and rules
+for the learning rate. They are imported at first use, because importing MindNLP's optimizers takes seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "LAMB": "trust_ratio",
     "LARS": "trust_ratio",
+    "Muon": "muon",
+    "muon_groups": "muon",
     "parameter_groups": "parameter_groups",
     "scaled_learning_rate": "learning_rate",
     "warmup_factor": "learning_rate",
@@ -35,6 +37,8 @@ __all__ = list(_HOME)
 if TYPE_CHECKING:
     from mindnlp_dp.optim.learning_rate import scaled_learning_rate as scaled_learning_rate
     from mindnlp_dp.optim.learning_rate import warmup_factor as warmup_factor
+    from mindnlp_dp.optim.muon import Muon as Muon
+    from mindnlp_dp.optim.muon import muon_groups as muon_groups
     from mindnlp_dp.optim.parameter_groups import parameter_groups as parameter_groups
     from mindnlp_dp.optim.trust_ratio import LAMB as LAMB
     from mindnlp_dp.optim.trust_ratio import LARS as LARS

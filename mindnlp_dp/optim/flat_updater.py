@@ -29,6 +29,7 @@ from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.fused.block_sums import BlockSums
 from mindnlp_dp.optim.fused.rules import Rule, Segment, UpdateContext
 from mindnlp_dp.optim.updater import MindNLPUpdater, Updater, is_untouched
+from mindnlp_dp.optim.zero.owners import MatrixOwners
 from mindnlp_dp.optim.zero.partition import SEGMENT_NUMEL, Partition
 from mindnlp_dp.optim.zero.state_registry import OptimizerStateRegistry, StateShards
 from mindnlp_dp.runtime.arrays import aligned_zeros, from_host
@@ -100,18 +101,29 @@ class FlatUpdater(MindNLPUpdater):
         self._sums.fill(0)
         self.partition.sums_view(functools.partial(self._blocks.put, self._sums))
         self._adopt_state(self._new_shards())
+        self._matrices = self._new_owners()
+
+    def _state_names(self) -> list[tuple[str, ...]]:
+        return [self._rule.names_of(group) for group in self._groups()]
 
     def _new_shards(self) -> StateShards:
         return StateShards(
-            self._rule.state_names, self._shapes, self.partition.updated, self.partition.state_numel, self._group,
+            self._state_names(), self._shapes, self.partition.updated, self.partition.state_numel, self._group,
             is_full=self.zero_stage == 0,
         )  # fmt: skip
+
+    def _new_owners(self) -> MatrixOwners:
+        if not self.zero_stage:
+            return MatrixOwners([self.partition.updated], self._shapes, 0, lambda mine: [mine])
+        everyone = self._group.all_gather_object(self.partition.updated)
+        return MatrixOwners(everyone, self._shapes, self._group.rank, self._group.all_gather)
 
     # The update.
 
     def receive(self, gradients: Optional[np.ndarray], synchronizer: Any) -> Optional[np.ndarray]:
         self._scale = 1.0
-        if self._sync.buckets is not self.partition.buckets:
+        # A matrix may have joined a group that AdamW or Muon updates.
+        if self._sync.buckets is not self.partition.buckets or self._state.names != self._state_names():
             self._arrange()
             self.partition.read_sums()
         return gradients
@@ -166,7 +178,10 @@ class FlatUpdater(MindNLPUpdater):
         for index in np.flatnonzero(gradients):
             steps[index] += 1
         segments = self._segments(gradients)
-        update = UpdateContext(self._scale, self._scratch, self._groups(), steps, self._blocks, self._add)
+        update = UpdateContext(
+            self._scale, self._scratch, self._groups(), steps, self._blocks, self._add, gradients, self._shapes,
+            self._matrices.apply,
+        )  # fmt: skip
         self._rule.apply(segments, update)
         if self.zero_stage:
             self.partition.publish(self._group.all_gather)
@@ -237,7 +252,7 @@ class FlatUpdater(MindNLPUpdater):
                 entry = self.optimizer.state[self.parameters[index]]
                 # A tensor without a dimension may be a copy (MindSpore 2.7).
                 if not entry or not self._state.shapes[index]:
-                    for name in self._state.arrays:
+                    for name in self._state.names[index]:
                         entry[name] = self._state.view(index, name)
                 if self._rule.counts_steps:
                     entry["step"] = _new_step(steps)
@@ -252,7 +267,7 @@ class FlatUpdater(MindNLPUpdater):
             if index is None or not self._state.steps[index]:
                 continue
             state[number] = {"step": self._state.steps[index]} if self._rule.counts_steps else {}
-            for name in self._state.arrays:
+            for name in self._state.names[index]:
                 if sharded and self.zero_stage:
                     state[number][name] = self._state.pieces(index, name)
                     continue

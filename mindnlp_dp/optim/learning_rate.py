@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def scaled_learning_rate(learning_rate: float, batch_size: int, new_batch_size: int, rule: str = "linear") -> float:
-    """Return the learning rate for ``new_batch_size`` samples an update, given one that suits ``batch_size``.
+    """Return the learning rate for ``new_batch_size`` samples per update, given one that suits ``batch_size``.
 
     ``"linear"`` keeps the distance that the weights move in an epoch: k times the batch, k times the rate (Goyal et
     al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017). ``"sqrt"`` keeps the variance of an

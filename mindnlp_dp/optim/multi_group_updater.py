@@ -26,7 +26,7 @@ class MultiGroupUpdater(Updater):
         self.reads_buckets = updaters[0].reads_buckets
 
     def receive(self, gradients: Any, synchronizer: Any) -> Any:
-        of_each = [
+        of_each: list[Any] = [
             None if gradients is None else [gradients[i] for i in places] for places in self._synchronizer.places
         ]
         if self.reads_buckets:

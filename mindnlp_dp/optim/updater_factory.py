@@ -83,7 +83,7 @@ def make_updater(
         synchronizer.before_packing = lambda: None
     reason = _why_unsharded(optimizer, synchronizer)
     if zero_stage not in (0, "auto") and reason:
-        raise ValueError(f"zero_stage={zero_stage} cannot be: {reason}; leave it out, or set it to 0")
+        raise ValueError(f"zero_stage={zero_stage} is not supported: {reason}; leave it out, or set it to 0")
     if isinstance(optimizer, mindspore.nn.Optimizer):
         unshare(synchronizer.parameters)
         return MindSporeUpdater(optimizer, synchronizer.parameters)
@@ -128,7 +128,7 @@ def _check_scope(optimizer: Any, synchronizer: Synchronizer, scope: ModelScope) 
     """Raise ValueError if this optimizer cannot update a model that is sharded over ranks."""
     if scope.is_full:
         return
-    from mindnlp_dp.optim import LAMB, LARS
+    from mindnlp_dp.optim import LAMB, LARS, Muon
 
     if isinstance(optimizer, mindspore.nn.Optimizer):
         raise ValueError(
@@ -137,9 +137,10 @@ def _check_scope(optimizer: Any, synchronizer: Synchronizer, scope: ModelScope) 
         )
     if not isinstance(synchronizer, (GradientSynchronizer, MultiGroupSynchronizer)):
         raise ValueError("MindSpore's reducer exchanges gradients over all ranks, but some ranks have other shards")
-    if isinstance(optimizer, (LAMB, LARS)) and scope.has_sharded_parameters:
+    if isinstance(optimizer, (LAMB, LARS, Muon)) and scope.has_sharded_parameters:
+        needed = "full matrices" if isinstance(optimizer, Muon) else "the norm of each whole parameter"
         raise ValueError(
-            f"{type(optimizer).__name__} needs the norm of each whole parameter, of which ranks have parts (tp > 1); "
+            f"{type(optimizer).__name__} needs {needed}, and each rank has a part of them (tp > 1); "
             "use AdamW, Adam or SGD"
         )
 
@@ -149,18 +150,18 @@ def _check_agreement(optimizer: Any, synchronizer: Synchronizer, zero_stage: Uni
     mine = {"zero_stage": repr(zero_stage), "the optimizer": type(optimizer).__qualname__}
     if not isinstance(optimizer, mindspore.nn.Optimizer):
         plain = (int, float, str, tuple, list, type(None))
-        mine["what its groups say"] = repr(
+        mine["the settings of its groups"] = repr(
             [{name: v for name, v in sorted(group.items()) if name != "params" and isinstance(v, plain)}
              for group in optimizer.param_groups]
         )  # fmt: skip
-        mine["its hooks or step"] = "as its class has them" if is_untouched(optimizer) else "others"
+        mine["its hooks or step"] = "unchanged" if is_untouched(optimizer) else "others"
     mine["dispatch of operators"] = "synchronous" if _dispatches_synchronously() else "asynchronous"
     for rank, theirs in enumerate(everyone := synchronizer.group.all_gather_object(mine)):
         for what, first in everyone[0].items():
             if theirs.get(what) != first:
                 raise ValueError(
-                    f"ranks must update in the same way: {what} is {first} on rank 0, and {theirs.get(what)} on rank "
-                    f"{rank}; make the optimizer and the step the same way on every rank"
+                    f"ranks must have the same optimizer settings: {what} is {first} on rank 0, and "
+                    f"{theirs.get(what)} on rank {rank}; make the optimizer and the step the same way on every rank"
                 )
 
 
@@ -183,6 +184,19 @@ def warn_of_parameters_left_out(optimizer: Any, named: Iterable[tuple[str, Any]]
         )
 
 
+def check_matrices(optimizer: Any, model: Any) -> None:
+    """Raise ValueError if :class:`~mindnlp_dp.optim.Muon` would orthogonalize an embedding of this model."""
+    from mindnlp_dp.optim.muon import embedding_names
+
+    embeddings = embedding_names(model)
+    matrices = [id(p) for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]]
+    if wrong := [embeddings[p] for p in matrices if p in embeddings]:
+        raise ValueError(
+            f"{wrong[0]!r} is an embedding, which Muon does not suit; put it into a group with use_muon=False, or take "
+            "the groups of mindnlp_dp.optim.muon_groups(model)"
+        )
+
+
 def _warn_of_small_types(optimizer: Any, synchronizer: Synchronizer) -> None:
     """Warn on the main rank that Adam's squared gradients underflow in float16."""
     optim = mindnlp_api().optim
@@ -190,7 +204,7 @@ def _warn_of_small_types(optimizer: Any, synchronizer: Synchronizer) -> None:
     if is_adam and synchronizer.group.is_main and any(dtype_name(p) == "float16" for p in synchronizer.parameters):
         warnings.warn(
             f"{type(optimizer).__name__} keeps its moments in the parameters' type, and float16 makes zero of the "
-            "square of any gradient below 2.4e-4: it will not train what it trains in float32. Train in float32, or "
+            "square of any gradient below 2.4e-4: training differs from training in float32. Train in float32, or "
             "use SGD",
             RuntimeWarning,
             stacklevel=3,
@@ -274,21 +288,22 @@ def rule_for(optimizer: Any, synchronizer: Synchronizer) -> Optional[Any]:
     """
     if not isinstance(synchronizer, GradientSynchronizer) or synchronizer.compression == "powersgd":
         return None
-    from mindnlp_dp.optim import LAMB, LARS
-    from mindnlp_dp.optim.fused.rules import AdamRule, LAMBRule, LARSRule, SGDRule
+    from mindnlp_dp.optim import LAMB, LARS, Muon
+    from mindnlp_dp.optim.fused.rules import AdamRule, LAMBRule, LARSRule, MuonRule, SGDRule
 
     optim, kind, groups = mindnlp_api().optim, type(optimizer), optimizer.param_groups
     if any(dtype_name(p) != "float32" or isinstance(p, mindspore.Parameter) for p in synchronizer.parameters):
         return None
     if not is_untouched(optimizer):
         return None
-    if kind in (optim.AdamW, optim.Adam):
+    if kind in (optim.AdamW, optim.Adam, Muon):
         # MindNLP 0.5's groups contain this setting.
-        decoupled = {bool(group.get("decoupled_weight_decay", kind is optim.AdamW)) for group in groups}
+        decoupled = {bool(group.get("decoupled_weight_decay", kind is not optim.Adam)) for group in groups}
         betas = [beta for group in groups for beta in group["betas"]]
         if len(decoupled) > 1 or not all(isinstance(beta, (int, float)) for beta in betas):
             return None
-        return AdamRule(decoupled=decoupled.pop(), epsilon_is_corrected=mindnlp_series() == "0.5")
+        rule = MuonRule if kind is Muon else AdamRule
+        return rule(decoupled=decoupled.pop(), epsilon_is_corrected=mindnlp_series() == "0.5")
     if kind is optim.SGD:
         return SGDRule(has_momentum=any(group["momentum"] for group in groups))
     if kind is LAMB:

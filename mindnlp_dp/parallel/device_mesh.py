@@ -239,7 +239,7 @@ def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, Size]:
             sizes[axis] = _checked_by_stage(axis, tuple(size), sizes.get("pp", 1))
         elif not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(
-                f"the size of {axis} must be a whole number from 1 on, or -1 for what is left; got {size!r}"
+                f"the size of {axis} must be a whole number of at least 1, or -1 for the remaining ranks; got {size!r}"
             )
     by_stage = [axis for axis, size in sizes.items() if isinstance(size, tuple)]
     open_axes = [axis for axis, size in sizes.items() if size == -1]
@@ -253,13 +253,13 @@ def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, Size]:
     if _num_ranks(sizes) != group.world_size:
         shown = " x ".join(f"{axis}={size_text(size)}" for axis, size in sizes.items()) or "no axis"
         made = "sizes multiply to the number of ranks" + (", by stage, and stages add up" if by_stage else "")
-        raise ValueError(f"{shown} does not make {group.world_size} ranks, which this job has; {made}")
+        raise ValueError(f"{shown} does not match the {group.world_size} ranks of this job; {made}")
     for axis, need in _NEEDS.items():
         library = group.library_without(need) if sizes.get(axis, 1) > 1 else ""
         if library:
             here = "use dp or tp on this device; on CPU, MPI has" if group.on_device else "MPI has"
             raise ValueError(
-                f"{axis}={sizes[axis]} cannot be under {library}, which has no {need.value}; {here}: "
+                f"{axis}={sizes[axis]} is not supported by {library}, which has no {need.value}; {here}: "
                 f"mindnlp-dp run --nproc {group.world_size} --backend mpi script.py"
             )
     return sizes
@@ -269,7 +269,7 @@ def _checked_by_stage(axis: str, size: tuple[Any, ...], num_stages: Any) -> Size
     if axis not in _BY_STAGE:
         raise ValueError(f"the sizes of dp and tp may differ by stage, that of {axis} may not; got {size}")
     if any(not isinstance(number, int) or isinstance(number, bool) or number < 1 for number in size):
-        raise ValueError(f"sizes by stage are whole numbers from 1 on, got {axis}={size_text(size)}")
+        raise ValueError(f"sizes by stage are whole numbers of at least 1, got {axis}={size_text(size)}")
     if len(size) != num_stages:
         raise ValueError(f"{axis}={size_text(size)} has {len(size)} stages, and pp={num_stages}")
     return size

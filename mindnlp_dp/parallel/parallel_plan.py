@@ -33,8 +33,9 @@ class TensorPlan:
 
     Attributes:
         layers: a style of :data:`STYLES` for each pattern of layers.
-        divided: attributes to divide by the number of ranks, such as the number of heads, for each pattern of modules.
-        apart: patterns of modules whose randomness (dropout) works on sharded tensors.
+        per_rank_attributes: attributes to divide by the number of ranks, such as the number of heads, for each pattern
+            of modules.
+        sharded_dropout: patterns of modules whose randomness (dropout) works on sharded tensors.
         head: which label belongs to which logits of a language model: "masked" (the label of the same token), "causal"
             (of the next token) or "seq2seq" (of the same token; labels are also the decoder's inputs). None: the logits
             are gathered, and the model computes its own loss.

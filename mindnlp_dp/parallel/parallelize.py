@@ -129,7 +129,7 @@ def parallelize(
     if dry_run:
         return edits
     if check is not None and weights is not None:
-        raise ValueError("check runs the whole model, with its own weights; leave weights out, or check a small config")
+        raise ValueError("check runs the full model, with its own weights; leave weights out, or check a small config")
     if len(set(mesh.world.all_gather_object(check is None))) > 1:
         raise ValueError("check= needs the same batch on every rank, and some ranks have none")
     checking = None if check is None or mesh.is_data_parallel else PlanCheck(model, mesh, check)
@@ -224,14 +224,14 @@ def _checked_plan(model: Any, plan: Optional[ShardingPlan], mesh: DeviceMesh) ->
     for axis, (part, what) in kinds.items():
         if mesh.sizes[axis] > 1 and part is None:
             raise ValueError(
-                f"{axis}={mesh.sizes[axis]}, and the plan for {type(model).__name__} does not say how to cut {what}"
+                f"{axis}={mesh.sizes[axis]}, and the plan for {type(model).__name__} does not say how to shard {what}"
             )
     if mesh.sizes["pp"] > 1 and mesh.sizes["sp"] > 1:
-        raise ValueError(f"stages and parts of rows cannot be combined yet, got {mesh}; leave pp or sp out")
+        raise ValueError(f"pp and sp together are not supported yet, got {mesh}; leave pp or sp out")
     if mesh.sizes["pp"] > 1 and mesh.sizes["ep"] > 1:
-        raise ValueError(f"stages and experts cannot be combined yet, got {mesh}; leave pp or ep out")
+        raise ValueError(f"pp and ep together are not supported yet, got {mesh}; leave pp or ep out")
     if mesh.sizes["pp"] > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise ValueError("the router loss of all layers cannot be computed in stages; set output_router_logits=False")
+        raise ValueError("the router loss of all layers is not supported with pp; set output_router_logits=False")
     return plan
 
 
@@ -240,8 +240,8 @@ def _check_stages_train(placements: Placements) -> None:
     for rank, others in enumerate(mesh.world.all_gather_object(trains)):
         if not others:
             raise ValueError(
-                f"the stage of rank {mesh.world.label(rank)} has nothing to train: all of its weights are "
-                "frozen; freeze fewer, or use tp or dp"
+                f"the stage of rank {mesh.world.label(rank)} has no trainable weights, because all of them are "
+                "frozen; freeze fewer weights, or use tp or dp in place of pp"
             )
 
 

@@ -85,8 +85,8 @@ class PlanCheck:
                 "sharded now; build it again before another attempt"
             )
         return (
-            f"checked: the loss of a batch, {self.loss:.6f}, and {len(self._gradients)} gradients are those of the "
-            f"whole model (largest difference of a gradient: {max(each[2] for each in everyone):.1e} of its norm)"
+            f"checked: the loss of a batch, {self.loss:.6f}, and {len(self._gradients)} gradients equal those "
+            f"of the full model (largest difference of a gradient: {max(each[2] for each in everyone):.1e} of its norm)"
         )
 
     def _sharded_loss_and_gradients(

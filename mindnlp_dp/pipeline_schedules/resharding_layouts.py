@@ -95,9 +95,9 @@ def tiles(shape: Sequence[int], mesh: tuple[int, int], spec: str) -> dict[Box, l
     """
     axes_of = parse_spec(spec, len(shape))
     if len(mesh) != 2 or any(size < 1 for size in mesh):
-        raise ValueError(f"a mesh is (hosts, devices of a host), each from 1 on; got {mesh}")
+        raise ValueError(f"a mesh is (hosts, devices of a host), each at least 1; got {mesh}")
     if any(size < 0 for size in shape):
-        raise ValueError(f"a shape has sizes from 0 on, got {tuple(shape)}")
+        raise ValueError(f"a shape has sizes of at least 0, got {tuple(shape)}")
     found: dict[Box, list[Device]] = {}
     for device in itertools.product(range(mesh[0]), range(mesh[1])):
         box = box_of(shape, mesh, axes_of, device)
@@ -133,5 +133,5 @@ def parse_spec(spec: str, num_dimensions: int) -> list[tuple[int, ...]]:
         )
     axes = [tuple(int(digit) for digit in part[1:]) for part in parts]
     if len(set(sum(axes, ()))) < len(sum(axes, ())):
-        raise ValueError(f"an axis of the mesh cuts one dimension at most, got {spec!r}")
+        raise ValueError(f"an axis of the mesh shards at most one dimension, got {spec!r}")
     return axes

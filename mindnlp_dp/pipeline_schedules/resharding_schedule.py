@@ -218,7 +218,7 @@ def _as_tuple(task: Any, number: int) -> tuple[Sequence[Hashable], Sequence[Hash
     senders, receivers, duration = task
     if not senders or not receivers or not 0 <= duration < np.inf:
         raise ValueError(
-            f"task {number} must have a sender, a receiver and a duration from 0 on; got {senders}, {receivers}, "
+            f"task {number} must have a sender, a receiver and a duration of at least 0; got {senders}, {receivers}, "
             f"{duration}"
         )
     return list(senders), list(receivers), duration

@@ -115,7 +115,7 @@ def _play(
     ways = _ways(transfer, num_stages)
     if not num_stages or len(backward) != num_stages or num_microbatches < 1:
         raise ValueError(
-            f"forward and backward must have an entry for each stage, and num_microbatches be from 1 on; got "
+            f"forward and backward must have an entry for each stage, and num_microbatches be at least 1; got "
             f"{num_stages}, {len(backward)}, {num_microbatches}"
         )
     times = {FORWARD: _times(forward, "forward"), BACKWARD: _times(backward, "backward")}
@@ -169,12 +169,12 @@ def _ways(transfer: Any, num_stages: int) -> list[float]:
     if np.ndim(transfer) == 0:
         transfer = [transfer] * max(0, num_stages - 1)
     if len(transfer) != max(0, num_stages - 1):
-        raise ValueError(f"transfer must be one time, or {num_stages - 1}, one a boundary; got {len(transfer)}")
+        raise ValueError(f"transfer must be one time, or {num_stages - 1}, one per boundary; got {len(transfer)}")
     return _times(transfer, "transfer")
 
 
 def _times(values: Sequence[float], name: str) -> list[float]:
     times = [float(value) for value in values]
     if not all(0 <= time < np.inf for time in times):
-        raise ValueError(f"{name} must be finite times from 0 on, got {times}")
+        raise ValueError(f"{name} must be finite times of at least 0, got {times}")
     return times

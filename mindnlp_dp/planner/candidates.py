@@ -66,11 +66,11 @@ class Candidates:
 
     def __post_init__(self) -> None:
         if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
-            raise ValueError(f"batch must be a number of samples from 1 on, got {self.batch}")
+            raise ValueError(f"batch must be a number of samples of at least 1, got {self.batch}")
         if not self.fill > 0:
             raise ValueError(f"fill must be a share of the memory above 0, got {self.fill}")
         if self.zero_stage not in (None, 0, 1, 2):
-            raise ValueError(f"plans have zero_stage 0, 1 or 2, got {self.zero_stage}; mindnlp-dp estimate shows 3")
+            raise ValueError(f"zero_stage must be 0, 1 or 2 for a plan, got {self.zero_stage}; estimate() shows 3")
         # Bytes of a device that a plan may use.
         self.room = self.fill * self.cluster.memory
         self.boundaries = Boundaries(self.cluster)
@@ -109,12 +109,12 @@ class Candidates:
                 if math.isfinite(least_short):
                     self.reject(
                         name,
-                        f"its heaviest stage takes {least_short / 2**30:.3g} GiB at least, and "
-                        f"{self.room / 2**30:.3g} GiB of a device may be taken",
+                        f"its heaviest stage needs at least {least_short / 2**30:.3g} GiB, and a device has "
+                        f"{self.room / 2**30:.3g} GiB for it",
                         least_short,
                     )
                 else:
-                    self.reject(name, "its layers cannot be sliced so that every stage fits into memory")
+                    self.reject(name, "no split of its layers into stages fits into memory")
 
     def _sliced(self, sharing: StageParallelism, pp: int, firsts: list[int], micro_batch: int) -> Iterator[Any]:
         """Yield the candidates of one mesh and micro-batch; where it does not fit, yield the least bytes it needs."""
@@ -311,6 +311,8 @@ def mesh_problem(model: Model, pp: int, sharing: StageParallelism, batch: int, n
 
 def tensor_problem(model: Model, tp: int) -> str:
     """Return why tensors cannot be sharded over ``tp`` devices; "" if they can."""
+    if tp > 1 and any(o.matrices for o in model.graph.operators):
+        return "Muon needs full matrices, and each rank would have a part of them"
     for name, number in model.divides.items():
         if number % tp:
             return f"{tp} does not divide {name}, {number}"
@@ -323,7 +325,7 @@ def tensor_problem(model: Model, tp: int) -> str:
 
 def _stage_problem(model: Model, pp: int, num_layers: int) -> str:
     most = min(model.most_stages or num_layers, num_layers)
-    return f"{model.name} has {most} layers that may be stages" if pp > most else ""
+    return f"{model.name} has {most} layers that can be stages" if pp > most else ""
 
 
 def _expert_problem(model: Model, sharing: StageParallelism, pp: int) -> str:
@@ -332,7 +334,7 @@ def _expert_problem(model: Model, sharing: StageParallelism, pp: int) -> str:
     if not model.experts or model.experts % sharing.ep:
         return f"{sharing.ep} does not divide {model.experts} experts"
     if sharing.tp > 1 or pp > 1:
-        return "experts are spread with data parallelism alone"
+        return "expert parallelism is supported only with data parallelism"
     return ""
 
 
@@ -341,11 +343,11 @@ def _sequence_problem(model: Model, sharing: StageParallelism, pp: int) -> str:
     if sp == 1:
         return ""
     if pp > 1:
-        return "sp is not combined with pp"
+        return "sp with pp is not supported"
     if not model.blocks or model.most_stages:
         return "sp needs a model with one list of transformer layers"
     if sp > model.sequence:
-        return f"sp={sp} needs rows of as many tokens, and they have {model.sequence}"
+        return f"sp={sp} needs rows of at least {sp} tokens, and they have {model.sequence}"
     for name, number in model.divides.items():
         is_repeated = name == "num_key_value_heads" and sp * tp % number == 0
         if number % (sp * tp) and not is_repeated:

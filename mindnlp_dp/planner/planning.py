@@ -73,7 +73,7 @@ def plan(
     if not played:
         closest = min(search.rejected, key=lambda r: r.needs or float("inf"))
         raise InfeasibleError(
-            f"nothing of {len(search.rejected)} ways to train {model.name} fits on {cluster.num_devices} devices; "
+            f"none of {len(search.rejected)} configurations of {model.name} fits on {cluster.num_devices} devices; "
             f"closest is {closest.what}: {closest.why}"
         )
     plans = sorted(played.values(), key=lambda p: p.seconds)
@@ -107,9 +107,9 @@ def predict(
     pp, rows = len(stages), math.gcd(*(sharing.num_data for sharing in stages))
     total = micro_batch * rows
     if micro_batch < 1:
-        raise ValueError(f"the micro-batch has samples from 1 on, got {micro_batch}")
+        raise ValueError(f"micro_batch must be at least 1, got {micro_batch}")
     if sum(sharing.num_devices for sharing in stages) != cluster.num_devices:
-        raise ValueError(f"{dict(mesh)} is not {cluster.num_devices} devices, which {cluster.name} has")
+        raise ValueError(f"{dict(mesh)} does not have the {cluster.num_devices} devices of {cluster.name}")
     if batch % total:
         raise ValueError(f"{rows} rows with {micro_batch} samples each do not divide {batch} samples")
     search = Candidates(model, cluster, batch, zero_stage, [schedule], float("inf"))

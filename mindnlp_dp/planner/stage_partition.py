@@ -68,7 +68,8 @@ def slice_stages(
         num_layers, num_submeshes = cost.shape[0], cost.shape[2]
         if way.shape not in ((num_layers,), (num_layers, num_submeshes)) or not (way >= 0).all():
             raise ValueError(
-                f"boundary must be times from 0 on, ({num_layers},) or ({num_layers}, {num_submeshes}); got {way.shape}"
+                f"boundary must be times of at least 0, ({num_layers},) or ({num_layers}, {num_submeshes}); "
+                f"got {way.shape}"
             )
         way = way.reshape(num_layers, 1, -1, 1).copy()
         way[0] = 0.0
@@ -271,11 +272,11 @@ def _checked(
         raise ValueError(f"cost knows {cost.shape[2]} submeshes, and there are {len(sizes)} submesh_sizes")
     upper = cost[np.triu_indices(len(cost))]
     if np.isnan(upper).any() or (upper < 0).any():
-        raise ValueError("cost must be times from 0 on, or inf")
+        raise ValueError("cost must be times of at least 0, or inf")
     numbers = [*sizes, num_devices, num_microbatches]
     if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 1 for n in numbers):
         raise ValueError(
-            "submesh_sizes, num_devices and num_microbatches must be whole numbers from 1 on; got "
+            "submesh_sizes, num_devices and num_microbatches must be whole numbers of at least 1; got "
             f"{list(sizes)}, {num_devices}, {num_microbatches}"
         )
     if max_in_flight is None:
@@ -293,7 +294,7 @@ def _why(table: _Table, cost: np.ndarray, allowed: np.ndarray, sizes: Sequence[i
         if not np.isfinite(covers).any():
             runs = cost[: layer + 1, layer:]
             full = bool(np.isfinite(runs).any()) and not (allowed[: layer + 1, layer:] >= 0).any()
-            reason = "its memory suffices on no submesh" if full else "its cost is inf on every submesh that there is"
+            reason = "no submesh has enough memory for it" if full else "its cost is inf on every submesh"
             return f"no stage can have layer {layer}: {reason}"
     return (
         f"no slicing of {table.num_layers} layers uses exactly {num_devices} devices in submeshes of "

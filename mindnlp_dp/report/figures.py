@@ -1,6 +1,6 @@
 """Draws the plots of a report with matplotlib: one SVG per panel for the page, and one PNG with all panels.
 
-A run has the same colour and the same dashes in all plots, so that runs can be told apart in grey as well.
+A run has the same colour and the same dashes in all plots, so that runs can be told apart in gray as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Optional
 from mindnlp_dp.report.pipeline_figure import draw_pipeline
 from mindnlp_dp.report.runs import RecordedRun
 
-# The colours of Okabe and Ito, which colour-blind readers can tell apart.
+# The colors of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", "-.", ":")
 _INK, _GRID = "#333333", "#dddddd"
@@ -65,7 +65,7 @@ def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
         label = f"{run.name}: {values[-1]:.4f}" if values else run.name
         axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
     axes.set(ylim=(0, 1.02), xlim=(0, _end(1.04 * axes.dataLim.xmax)))
-    axes.set(xlabel=unit, ylabel="share of the held-out samples", title="accuracy" + _OVER[over])
+    axes.set(xlabel=unit, ylabel="share of correct held-out samples", title="accuracy" + _OVER[over])
     _name_runs(axes, runs)
 
 
@@ -84,7 +84,7 @@ def perplexities(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())
-    axes.set(xlabel=unit, ylabel="exponential of the held-out loss", title="perplexity" + _OVER[over])
+    axes.set(xlabel=unit, ylabel="perplexity of the held-out samples", title="perplexity" + _OVER[over])
     _name_runs(axes, runs)
 
 
@@ -103,7 +103,7 @@ def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(rates, default=1.0) or 1.0)
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="samples per second; hatched: the share of communication", title="throughput")
+    axes.set(xlabel="samples per second (hatched: share of communication)", title="throughput")
 
 
 def pipelines(axes: Any, runs: Sequence[RecordedRun]) -> None:
@@ -203,4 +203,4 @@ def _unit(runs: Sequence[RecordedRun], over: str) -> tuple[float, str]:
     if over == "step":
         return 1.0, "update"
     longest = max((seconds for run in runs for seconds in run.series("eval_loss", over)[0]), default=0.0)
-    return (1.0, "seconds since the beginning") if longest < 300 else (1 / 60, "minutes since the beginning")
+    return (1.0, "seconds since the start") if longest < 300 else (1 / 60, "minutes since the start")

@@ -24,7 +24,7 @@ def _stages_of(mesh: dict[str, Size]) -> tuple[int, ...]:
 
 def run_estimate(args: argparse.Namespace) -> int:
     """Run ``mindnlp-dp estimate``: print a row for each mesh and ZeRO stage; return the exit code."""
-    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank)
+    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank, optimizer=args.optimizer)
     meshes: list[dict[str, Size]] = [dict(parse_mesh(text)) for text in args.mesh]
     if not all(meshes):
         raise ValueError("--mesh is empty; one device is dp=1")
@@ -48,8 +48,8 @@ def run_estimate(args: argparse.Namespace) -> int:
                 raise
     trained = "" if model.trained == model.parameters else f" ({model.trained / 1e6:.1f} trained)"
     print(
-        f"{model.name}: {model.parameters / 1e6:.1f} million parameters{trained}, {model.sequence} tokens a sample, "
-        f"{args.batch} samples an update, {args.precision}; MiB of a device of the heaviest stage"
+        f"{model.name}: {model.parameters / 1e6:.1f} million parameters{trained}, {model.sequence} tokens per sample, "
+        f"{args.batch} samples per update, {args.precision}; MiB per device of the heaviest stage"
     )
     width = max(len(row["mesh"]) for row in rows) + 2
     head = "".join(f"{name:>13}" for name in (*_COLUMNS, "total", "recomputed", "total"))

@@ -27,7 +27,10 @@ def write_outputs(
             with atomic_write(plot_file) as temporary:
                 draw(temporary)
         except ImportError:
-            print('no plot was drawn, for matplotlib is missing; pip install "mindnlp-dp[quickstart]"', file=sys.stderr)
+            print(
+                'no plot was drawn, because matplotlib is missing; pip install "mindnlp-dp[quickstart]"',
+                file=sys.stderr,
+            )
             return False
         print(f"drawn in {plot_file}")
     return True

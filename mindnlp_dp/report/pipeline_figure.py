@@ -61,8 +61,8 @@ def caption(pipeline: dict[str, Any]) -> str:
     num_micro_batches = len(stages[0]) // 2
     return (
         f"One update of {num_micro_batches} micro-batches through {len(stages)} stages ({pipeline['schedule']}): they "
-        f"were idle for {100 * bubble(stages):.1f} % of it. The ideal, below, has equal stages and messages that take "
-        f"no time: {100 * ideal_bubble(len(stages), num_micro_batches):.1f} %."
+        f"were idle for {100 * bubble(stages):.1f} % of it. The ideal, below, has equal stages and no communication "
+        f"time: {100 * ideal_bubble(len(stages), num_micro_batches):.1f} %."
     )
 
 
@@ -88,4 +88,4 @@ def draw_pipeline(axes: Any, pipeline: dict[str, Any]) -> None:
     axes.set_yticks([place + (0.6 if place >= num else 0.0) for place in range(2 * num)], names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="milliseconds; blue: forward, orange: backward, numbers: micro-batches", title="pipeline")
+    axes.set(xlabel="milliseconds (blue: forward, orange: backward, numbers: micro-batches)", title="pipeline")

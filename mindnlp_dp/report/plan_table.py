@@ -29,7 +29,7 @@ def run_plan(args: argparse.Namespace, cluster_keys: Optional[Mapping[str, Any]]
     Args:
         cluster_keys: keys of a cluster that was just measured, used in place of ``args.cluster``.
     """
-    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank)
+    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank, optimizer=args.optimizer)
     cluster = load_cluster(args.cluster if cluster_keys is None else cluster_keys)
     if args.devices:
         cluster = cluster.resized(args.devices)
@@ -43,9 +43,9 @@ def text_of(plans: Plans, top: int = 5) -> str:
     model, cluster, best = plans.model, plans.cluster, plans[0]
     lines = [
         f"model    {model.name}: {_amount(model.parameters)} parameters{_of_them_trained(model)}, "
-        f"{model.sequence} tokens a sample, {plans.batch} samples an update",
+        f"{model.sequence} tokens per sample, {plans.batch} samples per update",
         f"cluster  {cluster.name}: {cluster.num_hosts} x {cluster.devices_per_host} devices with "
-        f"{cluster.memory / _GIB:.1f} GiB, {cluster.flops * cluster.efficiency / 1e12:.3g} TFLOP/s in products, "
+        f"{cluster.memory / _GIB:.1f} GiB, {cluster.flops * cluster.efficiency / 1e12:.3g} TFLOP/s in matrix products, "
         f"{1e-9 / cluster.inside.beta:.3g} GB/s inside a host"
         + (f", {1e-9 / cluster.between.beta:.3g} GB/s between" if cluster.num_hosts > 1 else ""),
     ]
@@ -53,23 +53,23 @@ def text_of(plans: Plans, top: int = 5) -> str:
         lines.append(f"         {cluster.source}")
     lines += ["", *_table(plans[:top]), ""]
     lines.append(
-        f"{plans.num_priced} ways priced, the best of {len(plans)} meshes played through. Columns from compute to "
-        "optimizer are\nshares of the time of the stage that takes longest; memory is that of the heaviest stage."
+        f"{plans.num_priced} configurations costed; the best of {len(plans)} meshes simulated. Columns from compute to "
+        "optimizer are\nshares of the time of the slowest stage; memory is that of the heaviest stage."
     )
     samples = plans.batch / best.seconds
-    lines += ["", f"best     {best}: {samples:.4g} samples/s, {best.speedup:.3g} times one device without end to its "
-              f"memory; Amdahl's bound for {best.num_devices} devices is {best.amdahl:.3g}"]  # fmt: skip
+    lines += ["", f"best     {best}: {samples:.4g} samples/s, {best.speedup:.3g} times one device with "
+              f"unlimited memory; Amdahl's bound for {best.num_devices} devices is {best.amdahl:.3g}"]  # fmt: skip
     if len(best.stages) > 1:
         shown = " | ".join(_stage(stage) for stage in best.stages)
         lines.append(f"stages   {shown}")
     if best.margin < _TIGHT:
         lines.append(
-            f"note     only {100 * best.margin:.0f} % of a device's memory is left; no run is known to have needed "
-            "more than was\n         estimated with 20 % left, for which --fill 0.8 plans"
+            f"note     only {100 * best.margin:.0f} % of a device's memory is left; every measured run had enough "
+            "memory\n         when the estimate left 20 %: plan for that with --fill 0.8"
         )
     lines.append(f"launch   {launch_command(best, plans) or _in_code(best, plans)}")
     if plans.rejected:
-        lines += ["", "left out"]
+        lines += ["", "rejected"]
         lines += [f"  {r.what:<18} {r.why}" for r in plans.rejected[:_MOST_REJECTED]]
         if len(plans.rejected) > _MOST_REJECTED:
             lines.append(f"  and {len(plans.rejected) - _MOST_REJECTED} more, which --json lists")
@@ -78,7 +78,7 @@ def text_of(plans: Plans, top: int = 5) -> str:
 
 def _table(plans: list[Plan]) -> list[str]:
     width = max(len(str(plan)) for plan in plans) + 2
-    head = f"   {'mesh':<{width}}{'schedule':<12}{'micro-batches':>14}{'zero':>5}{'ms an update':>14}"
+    head = f"   {'mesh':<{width}}{'schedule':<12}{'micro-batches':>14}{'zero':>5}{'ms per update':>14}"
     head += "".join(f"{part:>{max(9, len(part) + 1)}}" for part in PARTS) + f"{'memory':>11}{'left':>6}"
     lines = [head]
     for number, found in enumerate(plans, 1):
@@ -101,7 +101,7 @@ def _stage(stage: StagePlan) -> str:
 
 
 def launch_command(found: Plan, plans: Plans) -> Optional[str]:
-    """Return the command that launches a plan; None if ``scripts/finetune.py`` cannot train the model."""
+    """Return the command that launches a plan on the user's FILE; None if ``scripts/finetune.py`` cannot train it."""
     if not plans.model.train_flags:
         return None
     cluster, n = plans.cluster, found.num_devices
@@ -124,13 +124,13 @@ def launch_command(found: Plan, plans: Plans) -> Optional[str]:
     if found.recompute:
         settings["gradient-checkpointing"] = "true"
     flags = [plans.model.train_flags, *(f"--{name} {value}" for name, value in settings.items())]
-    return " ".join([start, "scripts/finetune.py", *flags])
+    return " ".join([start, "scripts/finetune.py --train-file FILE --test-fraction 0.1", *flags])
 
 
 def _in_code(found: Plan, plans: Plans) -> str:
     """Return how to use the plan in a custom training script."""
     if plans.model.kind == "operators":
-        return "this model is known by its operators alone; mindnlp_dp.parallelize() takes your own plan for it"
+        return "only the operators of this model are known; mindnlp_dp.parallelize() takes your own plan for it"
     options = ""
     if len(found.stages) > 1:
         layers = [end - first for first, end in (stage.blocks or (0, 0) for stage in found.stages)]
@@ -260,10 +260,10 @@ def _draw_memory(axes: Any, found: Plan) -> None:
             color=_colour(place, len(found.stages)),
         )  # fmt: skip
     axes.axhline(found.capacity / _GIB, color="#444444", linestyle="--", linewidth=1)
-    axes.text(0, found.capacity / _GIB, " a device has", va="bottom", fontsize=8, color="#444444")
+    axes.text(0, found.capacity / _GIB, " memory of a device", va="bottom", fontsize=8, color="#444444")
     axes.set_xlim(0, 1e3 * until)
     axes.set_ylim(0, 1.15 * found.capacity / _GIB)
-    axes.set(xlabel="ms", ylabel="GiB a device", title="memory over time: weights, gradients, optimizer, activations")
+    axes.set(xlabel="ms", ylabel="GiB per device", title="memory over time: weights, gradients, optimizer, activations")
     if len(found.stages) <= 16:
         axes.legend(frameon=False, fontsize=7, ncols=4, loc="lower right")
 
@@ -282,5 +282,5 @@ def _draw_parts(axes: Any, plans: list[Plan]) -> None:
         begin = [b + w for b, w in zip(begin, widths)]
     axes.set_yticks(range(len(plans)), [str(found) for found in plans], fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="ms an update", title="what the time goes into")
+    axes.set(xlabel="ms per update", title="time by operation")
     axes.legend(frameon=False, fontsize=8, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.14))

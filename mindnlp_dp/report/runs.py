@@ -64,7 +64,7 @@ def _read(path: Path) -> RunReport:
         raise ValueError(f"{file} is not JSON: {error}") from None
     missing = [key for key in NEEDED if not isinstance(report, dict) or key not in report]
     if missing:
-        raise ValueError(f"{file} is not the report of a run: it lacks {', '.join(missing)}")
+        raise ValueError(f"{file} is not the report of a run: it does not have {', '.join(missing)}")
     return report
 
 

@@ -67,7 +67,7 @@ def read(x: Any) -> np.ndarray:
     """Return the values of a tensor like :func:`to_host`; the launcher sees that this rank waits for its device.
 
     On a device, a host read waits until all work on all of its streams is done, so also for collectives that other
-    ranks have not begun. (MindSpore 2.7's ``Tensor.asnumpy`` synchronizes the default stream, that of communication
+    ranks have not started. (MindSpore 2.7's ``Tensor.asnumpy`` synchronizes the default stream, that of communication
     and all others.)
     """
     import mindspore

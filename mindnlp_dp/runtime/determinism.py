@@ -27,7 +27,7 @@ def check_deterministic(deterministic: Any) -> Union[bool, str]:
     if deterministic != "auto" or not text:
         return bool(deterministic) if deterministic != "auto" else "auto"
     if text.lower() not in _WORDS:
-        raise ValueError(f"{VARIABLE}={text} is none of {', '.join(_WORDS)}")
+        raise ValueError(f"{VARIABLE}={text} must be one of {', '.join(_WORDS)}")
     return _WORDS[text.lower()]
 
 

@@ -19,7 +19,7 @@ def named_buffers(model: Any) -> list[tuple[str, Any]]:
     """Return the named tensors that a forward pass may change and that a state dict contains.
 
     These are the persistent buffers of a MindNLP module, or the non-trainable parameters of a ``mindspore.nn.Cell``:
-    a cell keeps the running statistics of batch normalisation in such parameters.
+    a cell keeps the running statistics of batch normalization in such parameters.
     """
     if hasattr(model, "named_parameters"):
         return _each_once(_persistent_buffers(model))

@@ -26,7 +26,7 @@ RecomputeLayers = Union[bool, int, str, Sequence[str]]
 
 _LISTS, _SEQUENCES = {"ModuleList", "CellList"}, {"Sequential", "SequentialCell"}
 _MOST_NAMED = 6
-# What batch normalisation updates in its forward pass, in MindNLP and in MindSpore.
+# What batch normalization updates in its forward pass, in MindNLP and in MindSpore.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "moving_mean", "moving_variance")
 
 
@@ -75,7 +75,8 @@ def check_recompute(layers: RecomputeLayers) -> RecomputeLayers:
     is_text = isinstance(layers, Sequence) and all(isinstance(pattern, str) and pattern for pattern in layers)
     if not (isinstance(layers, bool) or (isinstance(layers, int) and layers > 0) or (is_text and layers)):
         raise ValueError(
-            f"the layers to recompute are True, a number n from 1 on (every n-th), or patterns of names; got {layers!r}"
+            f"the layers to recompute are True, a number n of at least 1 (every n-th), or patterns of names; "
+            f"got {layers!r}"
         )
     if layers is not False and not _options():
         raise ValueError("recomputing activations needs MindSpore 2.8 or later")
@@ -194,7 +195,7 @@ def _gradients_enabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged_statistics(layer: Any) -> Iterator[None]:
-    """Put the running statistics of batch normalisation back after the block."""
+    """Put the running statistics of batch normalization back after the block."""
     before = []
     for module in _named_modules(layer).values():
         for name in _STATISTICS:

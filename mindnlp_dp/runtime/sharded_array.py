@@ -77,9 +77,9 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The order in which an array of ``shape`` is flattened: shard after shard if it has a ``shard``.
+    """The order in which an array of ``shape`` is flattened: shard after shard if it is sharded.
 
-    >>> FlatLayout((2, 4), Shard(1), 2).whole(np.arange(8)).tolist()
+    >>> FlatLayout((2, 4), Shard(1), 2).full(np.arange(8)).tolist()
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
 

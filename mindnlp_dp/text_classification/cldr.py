@@ -18,7 +18,7 @@ HELD_OUT_PERCENT = 10
 
 
 def cldr_phrases() -> tuple[Examples, Examples]:
-    """Return a training and a held-out split of short phrases, labelled with their language.
+    """Return a training and a held-out split of short phrases, labeled with their language.
 
     The phrases are CLDR's names of territories, languages, scripts, currencies and cities in 29
     languages, from Babel (https://cldr.unicode.org). A phrase that occurs in several languages is

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mindnlp_dp.finetuning.pretrained import check_weights
-from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, learning_rate_from_scratch, setting
+from mindnlp_dp.finetuning.saved_model import adapters_of, check_kind
+from mindnlp_dp.finetuning.settings import (
+    FROM_SCRATCH,
+    InputError,
+    ParallelConfig,
+    RunConfig,
+    learning_rate_from_scratch,
+    setting,
+)
 from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
-FROM_SCRATCH = "tiny"
+RATE_OF_LORA = 3e-4
 
 
 @dataclass
@@ -39,7 +46,9 @@ class TaskConfig(RunConfig):
     dropout: float = setting(0.0, "dropout in the model")
 
     def usual_learning_rate(self) -> float:
-        return learning_rate_from_scratch(2e-3, self.hidden_size) if self.model == FROM_SCRATCH else 5e-5
+        if self.model == FROM_SCRATCH:
+            return learning_rate_from_scratch(2e-3, self.hidden_size)
+        return RATE_OF_LORA if adapters_of(self.model) else 5e-5
 
     def validate(self) -> None:
         if bool(self.train_file) != bool(self.test_file or (self.test_fraction and not self.dataset)):
@@ -49,8 +58,7 @@ class TaskConfig(RunConfig):
         super().validate()
         if self.model != FROM_SCRATCH:
             check_weights(self.model, trust_pickle=self.trust_pickle)
-        if (Path(self.model) / "adapter_config.json").is_file():
-            raise InputError(f"{self.model} has adapters, and no model; pass the model that they were trained for")
+            check_kind(self.model, "SEQ_CLS")
         for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
             self.check_at_least(1, name)
         if self.hidden_size % self.num_heads:
@@ -80,10 +88,11 @@ class FinetuneConfig(TaskConfig, ParallelConfig):
         return ("loss", "accuracy", "macro_f1")
 
     def usual_learning_rate(self) -> float:
-        return 3e-4 if self.lora_rank else super().usual_learning_rate()
+        return RATE_OF_LORA if self.lora_rank else super().usual_learning_rate()
 
     def validate(self) -> None:
         super().validate()
+        check_kind(self.model, "SEQ_CLS", self.lora_rank)
         if not 0 <= self.label_smoothing < 1:
             raise InputError(f"label_smoothing must be from 0 to 1, got {self.label_smoothing}")
         if self.class_weights not in ("", "balanced"):

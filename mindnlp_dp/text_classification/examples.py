@@ -6,13 +6,12 @@ import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from mindnlp_dp.finetuning.files import read_rows, shown
 from mindnlp_dp.finetuning.settings import InputError
 
-TEXT_COLUMNS = ("text", "text_a", "sentence")
-LABEL_COLUMNS = ("label", "category", "intent")
+USUAL_NAMES = {"text": ("text", "text_a", "sentence"), "label": ("label", "category", "intent")}
 # A space without width, and a mark of the byte order.
 INVISIBLE = "\u200b\ufeff"
 
@@ -56,30 +55,25 @@ def read_examples(path: str, columns: Columns = USUAL_COLUMNS) -> Examples:
 
 def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, what: str) -> Examples:
     """Return the texts and labels of ``(line, row)`` pairs; all rows are mappings with the same keys."""
-    examples = Examples([], [])
-    names: Optional[tuple[str, str]] = None
-    for line, row in rows:
-        if names is None:
-            names = (
-                _find_column(list(row), columns.text, TEXT_COLUMNS, "text", what),
-                _find_column(list(row), columns.label, LABEL_COLUMNS, "label", what),
-            )
-        for name, kind, values in zip(names, ("text", "label"), (examples.texts, examples.labels)):
-            values.append(_value(row.get(name), kind, f"{what}, line {line}"))
-    if not examples.texts:
-        raise InputError(f"{what}: it has no rows below the header")
-    return examples
+    return Examples(*_values(rows, {"text": columns.text, "label": columns.label}, what))
 
 
 def texts_of(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, what: str) -> list[str]:
     """Return the texts alone of ``(line, row)`` pairs."""
-    texts, name = [], ""
+    return _values(rows, {"text": columns.text}, what)[0]
+
+
+def _values(rows: Iterable[tuple[int, Mapping[str, Any]]], given: Mapping[str, str], what: str) -> list[list[str]]:
+    """Return the values of each kind, whose column is found in the first row."""
+    found: dict[str, list[str]] = {kind: [] for kind in given}
+    names: dict[str, str] = {}
     for line, row in rows:
-        name = name or _find_column(list(row), columns.text, TEXT_COLUMNS, "text", what)
-        texts.append(_value(row.get(name), "text", f"{what}, line {line}"))
-    if not texts:
+        names = names or {kind: _find_column(list(row), name, kind, what) for kind, name in given.items()}
+        for kind, name in names.items():
+            found[kind].append(_value(row.get(name), kind, f"{what}, line {line}"))
+    if not names:
         raise InputError(f"{what}: it has no rows below the header")
-    return texts
+    return list(found.values())
 
 
 def _value(value: Any, kind: str, where: str) -> str:
@@ -97,7 +91,8 @@ def _value(value: Any, kind: str, where: str) -> str:
     return text
 
 
-def _find_column(header: Sequence[str], given: str, usual: Sequence[str], kind: str, what: str) -> str:
+def _find_column(header: Sequence[str], given: str, kind: str, what: str) -> str:
+    usual = USUAL_NAMES[kind]
     for name in [given] if given else usual:
         found = [each for each in header if each.strip().lower() == name.lower()]
         if given in found:

@@ -18,7 +18,7 @@ from mindnlp_dp.finetuning.arguments import build_optimizer, callbacks, training
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.report.runs import RunReport
-from mindnlp_dp.text_classification.config import FROM_SCRATCH, FinetuneConfig
+from mindnlp_dp.text_classification.config import FinetuneConfig
 from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan
 from mindnlp_dp.text_classification.results import make_report, summary
 from mindnlp_dp.text_classification.task import (
@@ -35,8 +35,7 @@ def main() -> None:
     """Train as the command line says, and print a summary; errors in the input end with one sentence."""
     try:
         config = follow_plan(parse_config(FinetuneConfig, description=__doc__))
-        model = "" if config.model == FROM_SCRATCH else config.model
-        splits = check_files(config, model, lambda: read_splits(config))
+        splits = check_files(config, config.model, lambda: read_splits(config))
         # Imported here because it imports MindSpore, which takes seconds: errors in files and flags come before.
         from mindnlp_dp.finetuning import job
 
@@ -69,6 +68,7 @@ def train(
         model = build_model(config, task)
         with as_input_error():
             check_model(model, config)
+    model_config = model.config
     model = job.sharded(model, config, args, lambda: {name: column[:8] for name, column in task.train.items()})
     recorder = RunRecorder(task.label_names, len(task.train["labels"]))
     trainer = make_trainer(
@@ -83,7 +83,7 @@ def train(
         callbacks=[recorder, *callbacks(config)],
     )
     if group.is_main and task.num_truncated:
-        print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
+        print(f"texts truncated to max_length ({config.max_length} tokens): {task.num_truncated}")
     output = job.train(trainer, config)
     report = make_report(trainer, output, recorder, config, task)
     compare_with_plan(report, config)
@@ -94,8 +94,13 @@ def train(
             "writing the predictions",
         )
 
-    title = f"{report['num_labels']} labels"
-    job.write(trainer, config, report, lambda folder: save_tokenizer(config, task, folder), title)
+    def save_beside(folder: str) -> None:
+        save_tokenizer(config, task, folder)
+        if not Path(folder, "config.json").exists():
+            # PEFT writes none with adapters, and it has the labels.
+            model_config.save_pretrained(folder)
+
+    job.write(trainer, config, report, save_beside, f"{report['num_labels']} labels")
     return report
 
 

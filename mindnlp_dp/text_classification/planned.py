@@ -42,8 +42,8 @@ def follow_plan(config: FinetuneConfig) -> FinetuneConfig:
         settings["pipeline_layers"] = ",".join(str(end - first) for first, end in found["layers"])
     if config.global_batch_size != found["batch"]:
         raise InputError(
-            f"global_batch_size is {config.global_batch_size}, and the plan is for {found['batch']} samples an update; "
-            f"give --global-batch-size {found['batch']}, or plan again"
+            f"global_batch_size is {config.global_batch_size}, and the plan is for {found['batch']} samples per "
+            f"update; give --global-batch-size {found['batch']}, or plan again"
         )
     defaults = {setting.name: setting.default for setting in dataclasses.fields(config)}
     for name, value in settings.items():

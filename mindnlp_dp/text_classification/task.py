@@ -16,12 +16,13 @@ from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.finetuning.arguments import chosen, held_out
 from mindnlp_dp.finetuning.files import read_rows
 from mindnlp_dp.finetuning.lora import with_lora
-from mindnlp_dp.finetuning.settings import InputError
-from mindnlp_dp.finetuning.tokenizers import as_pretrained
+from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError
+from mindnlp_dp.finetuning.tokenizers import as_pretrained, load_tokenizer
+from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 from mindnlp_dp.text_classification import hub, pretrained
 from mindnlp_dp.text_classification.cldr import cldr_phrases
-from mindnlp_dp.text_classification.config import FROM_SCRATCH, FinetuneConfig, TaskConfig
+from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
 from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples, texts_of
 from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
 
@@ -62,7 +63,7 @@ def read_splits(config: TaskConfig) -> LabelledSplits:
     train, test, train_name, test_name = _read(config)
     label_names = sorted(set(train.labels))
     if len(label_names) < 2:
-        raise InputError(f"{train_name}: all rows have the label {label_names[0]!r}; there is nothing to tell apart")
+        raise InputError(f"{train_name}: all rows have the label {label_names[0]!r}; there is nothing to classify")
     train_labels, test_labels = (
         np.array(label_ids(split.labels, label_names, name), np.int64)
         for split, name in ((train, train_name), (test, test_name))
@@ -87,8 +88,8 @@ def prepare_task(config: TaskConfig, splits: Optional[LabelledSplits] = None) ->
         tokenizer_json = trained.to_str()
         encoded = [encode(trained, each) for each in texts]
     else:
-        pretrained_tokenizer = pretrained.load_tokenizer(config.model)
-        encoded = [pretrained.encode(pretrained_tokenizer, each, config.max_length) for each in texts]
+        tokenizer = load_tokenizer(config.model)
+        encoded = [pretrained.encode(tokenizer, each, config.max_length) for each in texts]
     (train, _), (test, _), *more = encoded
     train["labels"], test["labels"] = splits.labels
     return TextClassificationTask(
@@ -124,7 +125,7 @@ def save_tokenizer(config: TaskConfig, task: TextClassificationTask, folder: str
         )  # fmt: skip
         tokenizer.save_pretrained(folder)
     else:
-        pretrained.load_tokenizer(config.model).save_pretrained(folder)
+        load_tokenizer(config.model).save_pretrained(folder)
 
 
 def as_dataset(columns: dict[str, np.ndarray]) -> Any:
@@ -148,7 +149,7 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
             print(f"{config.model} was trained for other labels: the classifier gets a new head")
     model.config.id2label = dict(enumerate(task.label_names))
     model.config.label2id = {name: i for i, name in enumerate(task.label_names)}
-    if isinstance(config, FinetuneConfig) and config.lora_rank:
+    if isinstance(config, FinetuneConfig) and config.lora_rank and not has_adapters(model):
         return with_lora(model, config.model, config, "SEQ_CLS")
     return model
 

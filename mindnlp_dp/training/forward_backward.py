@@ -45,9 +45,9 @@ class ForwardBackward:
 
     Attributes:
         model: the model, replicated or sharded.
-        exchange: the gradient exchange, which may begin during the last backward pass.
+        synchronizer: exchanges the gradients, which may begin during the last backward pass.
         gradients_of: a function from a batch's inputs to its mean loss, a number or a scalar tensor, and the gradients
-            of the exchange's parameters.
+            of the synchronizer's parameters.
         forward: a function from a batch's inputs to its mean loss, for the stages of a pipeline.
         loss_weight_of: a function from a batch's inputs to the weight of its loss.
         inputs_of: a function from a batch to what the other functions take.
@@ -225,8 +225,8 @@ def across_ranks(group: ProcessGroup, router_loss: str, model: Any) -> BatchAcro
 @functools.cache
 def _warn_of_rows_left_out(rank: str) -> None:
     warnings.warn(
-        f"a micro-batch of rank {rank} has no label that counts, so its loss has no gradient: its rows are left out "
-        "where the model looks at the rows of all ranks; one process would include them",
+        f"a micro-batch of rank {rank} has no label that counts, so its loss has no gradient: its rows are left "
+        "out where the model uses the rows of all ranks, but one process would include them",
         RuntimeWarning,
         stacklevel=2,
     )

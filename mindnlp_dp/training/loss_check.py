@@ -112,12 +112,12 @@ class LossCheck:
     def _warn(self, found: Comparison) -> None:
         first, second = found.weights
         warnings.warn(
-            f"{self.whose} is not a mean by the weights that it is given: of a micro-batch of {found.num_rows} rows it "
-            f"is {found.loss:.6g}, and the mean of its halves' losses, which weigh {first:.6g} and {second:.6g}, is "
-            f"{found.mean:.6g} (dropout off). Several ranks or micro-batches will not train what one would. Let "
-            "loss_weight(inputs) of the Trainer, or loss_weight_of= of make_train_step, return what the loss divides "
-            "by, as dp.count_labels(inputs, weight=class_weights) does; or compute a loss that is a mean over rows. A "
-            "loss that compares samples with each other needs dp.all_gather_with_grad",
+            f"{self.whose} is not a mean with its loss weights: for a micro-batch of {found.num_rows} rows it is "
+            f"{found.loss:.6g}, and the mean of its halves' losses, with the weights {first:.6g} and {second:.6g}, is "
+            f"{found.mean:.6g} (dropout off). Training on several ranks or micro-batches then differs from training on "
+            "one. Let loss_weight(inputs) of the Trainer, or loss_weight_of= of make_train_step, return what the loss "
+            "divides by, as dp.count_labels(inputs, weight=class_weights) does; or compute a loss that is a mean over "
+            "rows. A loss that compares samples with each other needs dp.all_gather_with_grad",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -24,7 +24,12 @@ from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.data_parallel.naive_synchronizer import ExternalReducer
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep, Synchronizer
-from mindnlp_dp.optim.updater_factory import check_zero_stage, make_updater, warn_of_parameters_left_out
+from mindnlp_dp.optim.updater_factory import (
+    check_matrices,
+    check_zero_stage,
+    make_updater,
+    warn_of_parameters_left_out,
+)
 from mindnlp_dp.parallel.distributed_model import DistributedModel, ReplicatedModel, replicated_model_on_all_ranks
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
@@ -143,6 +148,7 @@ def make_train_step(
     if not is_plain:
         # An optimizer of mindspore.nn has exactly these parameters.
         warn_of_parameters_left_out(optimizer, named, group)
+        check_matrices(optimizer, model)
     synchronizer: Synchronizer
     if reducer is not None:
         synchronizer = ExternalReducer(parameters, reducer, group)

@@ -113,8 +113,8 @@ def warn_of_no_weight(total_loss_weight: float, step: int) -> None:
     """Warn that an update has a total weight of 0 over all ranks, so that its loss would be 0 / 0."""
     if total_loss_weight == 0:
         warnings.warn(
-            f"the losses of update {step} weigh nothing on any rank, as where all labels are -100; the update is left "
-            "out",
+            f"the losses of update {step} have a total weight of 0 on all ranks, as when all labels "
+            "are -100; the update is left out",
             RuntimeWarning,
             stacklevel=2,
         )

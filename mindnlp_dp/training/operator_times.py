@@ -87,7 +87,7 @@ def _attempt(action: Callable[[], T]) -> Optional[T]:
     try:
         return action()
     except Exception as error:  # noqa: BLE001
-        message = f"the profile lacks MindSpore's operators: {type(error).__name__}: {error}"
+        message = f"the profile has no operators of MindSpore: {type(error).__name__}: {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return None
 

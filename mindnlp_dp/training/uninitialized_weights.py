@@ -38,8 +38,8 @@ def check_values(weights: Sequence[tuple[str, Any]], group: ProcessGroup) -> Non
     if zero and group.is_main:
         more = f" and {len(zero) - _SHOWN} more" if len(zero) > _SHOWN else ""
         warnings.warn(
-            f"trainable weights are all zero: {', '.join(map(repr, zero[:_SHOWN]))}{more}. If that is not on purpose, "
-            "the model was not initialised there, and the layers before them learn nothing",
+            f"trainable weights are all zero: {', '.join(map(repr, zero[:_SHOWN]))}{more}. If this is not intended, "
+            "these weights were not initialized, and the layers before them learn nothing",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -49,7 +49,7 @@ def _check_memory(matrices: Sequence[tuple[str, Any]], group: ProcessGroup) -> N
     for name, weight in matrices:
         if is_uninitialized(weight):
             raise ValueError(
-                f"{name!r} of shape {tuple(weight.shape)} was never initialised (rank {group.label()}): MindSpore's "
+                f"{name!r} of shape {tuple(weight.shape)} was never initialized (rank {group.label()}): MindSpore's "
                 "initializer(...) gives a tensor that has no memory before its init_data() is called; assign "
                 "initializer(...).init_data()"
             )

@@ -18,12 +18,14 @@ GOOD = "text,label\n" + "".join(f"this is text {i},{'even' if i % 2 == 0 else 'o
 # name: training file, test file, more flags, message.
 MISTAKES = {
     "missing file": (None, GOOD, [], r"train.csv: the file does not exist"),
-    "malformed line": (GOOD + "one,two,three\n", GOOD, [], "train.csv, line 8: 3 fields, but the header has 2"),
+    "malformed line": (
+        GOOD + "one,two,three\n", GOOD, [], "train.csv, line 8: expected 2 fields, as in the header, got 3",
+    ),
     "unknown label": (
         GOOD, GOOD + "a,new\n", [], "test.csv, row 7: the label 'new' does not occur in the training split",
     ),
     "empty split": (GOOD, "text,label\n", [], "test.csv: it has no rows below the header"),
-    "one label": ("text,label\na,x\nb,x\n", GOOD, [], "all rows have the label 'x'; there is nothing to tell apart"),
+    "one label": ("text,label\na,x\nb,x\n", GOOD, [], "all rows have the label 'x'; there is nothing to classify"),
 }  # fmt: skip
 
 

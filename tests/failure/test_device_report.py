@@ -29,14 +29,14 @@ def all_reduce(self, x, op="sum", **options):
 ProcessGroup.all_reduce = all_reduce
 """
 WRONG_WEIGHT = """
-from mindnlp_dp.data_parallel.synchronizer_base import BufferedAccumulator
+from mindnlp_dp.data_parallel.synchronizer_base import BufferedSynchronizer
 
-right = BufferedAccumulator.accumulate
+right = BufferedSynchronizer.accumulate
 
 def accumulate(self, gradients, weight=1.0, *rest, **options):
     return right(self, gradients, 3 * weight if self.group.rank == 1 else weight, *rest, **options)
 
-BufferedAccumulator.accumulate = accumulate
+BufferedSynchronizer.accumulate = accumulate
 """
 # A device may sum in another order in each job and in each kind of collective: last bits differ, the same on all ranks.
 ROUNDS_OTHERWISE = """
@@ -266,6 +266,6 @@ def test_jobs_see_their_devices_in_ascending_order(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("devices", [[0], [1, 1], []])
 def test_devices_that_cannot_be(tmp_path, devices):
-    with pytest.raises(ValueError, match="--devices takes two different numbers or more, such as 0,1; got"):
+    with pytest.raises(ValueError, match="--devices takes two or more different numbers, such as 0,1; got"):
         device_report.run_device_report(devices, tmp_path / "report.md")
     assert not (tmp_path / "report.md").exists()

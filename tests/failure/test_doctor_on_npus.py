@@ -78,12 +78,12 @@ def test_a_healthy_host_without_mpi_needs_nothing(host):
         env={**os.environ, **TOOLKIT},
     )  # fmt: skip
     print(done.stdout, done.stderr)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "nothing to mend")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "no problems found")
     for what in (
         "8 Ascend NPUs, 0 GPUs", "jobs use Ascend", "MindSpore can be imported; device Ascend", "hccl can be imported",
         "equal bits need MindSpore's deterministic mode", "mpirun was not found (optional: only the mpi backend",
         "mpi4py is not installed (optional", "MindNLP can be imported; device Ascend\n",
-        "mpi: not tried, because mpirun is missing", "mindspore works",
+        "mpi: not tested, because mpirun is missing", "mindspore works",
     ):  # fmt: skip
         assert what in done.stdout
 

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from conftest import ROOT, run_job
+from mindnlp_dp.commands.main import main
 
 WORDS = {"good": "fine great lovely", "bad": "poor awful dull", "so": "mean middle normal"}
 SIZES = (
@@ -52,22 +53,46 @@ def model(files):
     return str(files / "model/out/model")
 
 
+@pytest.fixture(scope="module")
+def adapters(files, model):
+    flags = ["--model", model, "--lora-rank", "4", "--test-file", "../test.csv", "--max-steps", "20"]
+    return files / "adapters/out/model", report_of(files, "adapters", 1, *flags)[1]
+
+
+@pytest.fixture(scope="module")
+def language_model(files):
+    rows = "".join(f"{word},is {other}\n" for word, other in zip(WORDS, WORDS.values()))
+    (files / "pairs.csv").write_text("prompt,completion\n" + rows)
+    sizes = "--train-file pairs.csv --test-file pairs.csv --hidden-size 32 --num-layers 1 --intermediate-size 64"
+    steps = "--vocab-size 300 --max-steps 2 --max-length 20 --global-batch-size 4 --num-samples 0 --cache-dir cache"
+    for name, more in (("lm", []), ("lm-adapters", ["--model", "lm/model", "--lora-rank", "4"])):
+        flags = [*sizes.split(), *steps.split(), *more, "--output-dir", name]
+        job = run_job(files, ROOT / "scripts/finetune_llm.py", *flags, nproc=1)
+        assert job.exit_code == 0, job.output
+    return files / "lm/model"
+
+
 SETTINGS = {
     "class weights": "--class-weights balanced --eval-steps 4 --save-best macro_f1 --dropout 0.1 --lr-scheduler cosine",
     "smoothing": "--label-smoothing 0.1 --early-stopping 1 --lr-scheduler reduce_lr_on_plateau",
     "by length": "--group-by-length --dropout 0.1 --lr-scheduler inverse_sqrt",
+    "muon": "--optimizer muon --micro-batch-size 2 --zero-stage 2",
     "LoRA": "--model MODEL --lora-rank 4 --lora-targets query,value",
+    "more of LoRA": "--model MODEL",
+    "decoder": "--model MODEL",
 }
 
 
 def same_losses(files, model, name):
-    flags = [*SETTINGS[name].replace("MODEL", model).split(), "--test-file", "../test.csv"]
+    flags = [*SETTINGS[name].replace("MODEL", str(model)).split(), "--test-file", "../test.csv"]
     name = name.replace(" ", "-")
     (_, one), (output, two) = (
         report_of(files, f"{name}-{n}", n, *flags, "--predict-file", "../new.csv") for n in (1, 2)
     )
     assert numbers(two) == pytest.approx(numbers(one), rel=1e-5)
     assert two["replicas_in_sync"]
+    assert len(two["replica_digests"]) == 2
+    assert two["backend"] == "mpi"
     assert one["steps"] == two["steps"]
     tables = [(files / f"{name}-{n}/out/predictions.csv").read_text().splitlines() for n in (1, 2)]
     predictions = [list(csv.DictReader(table)) for table in tables]
@@ -88,9 +113,57 @@ def test_class_weights_and_the_best_model_are_those_of_one_process(files, model)
     assert lines[0].startswith("update  2/12  epoch   0.33  loss ")
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "class weights"])
+@pytest.mark.parametrize("name", ["smoothing", "by length", "LoRA"])
 def test_losses_are_those_of_one_process(files, model, name):
     same_losses(files, model, name)
+
+
+@pytest.mark.core
+def test_adapters_of_a_classifier_are_trained_further_and_merged(files, adapters):
+    folder, first = adapters
+    assert main(["export", str(folder.parent), str(files / "merged"), "--merge-lora"]) == 0
+    flags = ["--test-file", "../test.csv", "--learning-rate", "1e-20", "--max-steps", "1"]
+    for name, given in (("of-adapters", folder), ("of-merged", files / "merged")):
+        _, report = report_of(files, name, 1, "--model", str(given), *flags)
+        assert report["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
+        assert (files / name / "out/model/adapter_config.json").exists() == (given is folder)
+
+
+def test_adapters_that_are_trained_further_have_the_losses_of_one_process(files, adapters):
+    same_losses(files, adapters[0], "more of LoRA")
+
+
+def test_a_classifier_of_a_language_model_has_the_losses_of_one_process(files, language_model):
+    same_losses(files, language_model, "decoder")
+
+
+def test_folders_of_the_other_recipe_are_refused_before_training(files, model, adapters, language_model):
+    classifier, pairs = "scripts/finetune.py --train-file train.csv --test-file test.csv", "--train-file pairs.csv"
+    language = f"scripts/finetune_llm.py {pairs} --test-file pairs.csv --cache-dir cache"
+    (files / "two.csv").write_text("text,label\na,x\nb,y\n")
+    for command, message in (
+        (
+            f"{classifier} --model lm-adapters/model",
+            "has adapters of the kind LORA for CAUSAL_LM; expected LORA for SEQ_CLS",
+        ),
+        (f"{classifier} --model lm-adapters/model", "mindnlp-dp export OUTPUT_DIR NEW_FOLDER --merge-lora"),
+        (f"{classifier} --model adapters/out/model --lora-rank 8", "of rank 4, which are trained further; leave out"),
+        (
+            "scripts/finetune.py --train-file two.csv --test-file two.csv --model adapters/out/model",
+            "were trained for the labels bad, good, so, and the data has x, y; pass the model that they belong to",
+        ),
+        (f"{language} --model adapters/out/model", "of the kind LORA for SEQ_CLS; expected LORA for CAUSAL_LM"),
+        (
+            f"{language} --model {model}",
+            "is a text classifier; expected a causal language model; train it with scripts",
+        ),
+    ):
+        script, *flags = command.split()
+        job = run_job(files, ROOT / script, *flags, "--output-dir", "refused", nproc=2)
+        assert job.exit_code != 0
+        assert message in job.output
+        assert "Traceback" not in job.output
+    assert not (files / "refused").exists()
 
 
 def test_a_part_of_the_file_is_held_out_and_a_part_of_the_rest_trains(files):

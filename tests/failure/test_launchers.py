@@ -72,14 +72,14 @@ def test_a_pmi_that_our_mpi_does_not_speak(start):
 def test_processes_that_cannot_meet_train_nothing(start, environ, instead):
     job = start(MEET, **environ)
     assert job.returncode == 1
-    assert f"which cannot meet and would train 2 separate models; type {instead}" in job.stdout
+    assert f"which cannot connect to each other and would train 2 separate models; type {instead}" in job.stdout
 
 
 def test_a_rank_table_is_seen_after_mindnlp_was_imported(start):
     script = "import mindnlp_dp as dp\nimport mindnlp\ndp.init_process_group()\n"
     job = start(script, RANK_ID="0", RANK_TABLE_FILE="/x")
     assert job.returncode == 1
-    assert "started several processes, which cannot meet" in job.stdout
+    assert "started several processes, which cannot connect to each other" in job.stdout
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)

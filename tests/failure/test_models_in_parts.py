@@ -34,7 +34,7 @@ print("never reached")
 """
 WAYS = {"dies": "os._exit(3)", "raises": "raise OSError('no such device')"}
 SAID = {
-    "dies": ("rank 1 of 2 left with exit code 3",),
+    "dies": ("rank 1 of 2 exited with code 3",),
     "raises": ("rank 1 of 2 failed with exit code 1",),
 }
 
@@ -192,11 +192,11 @@ def test_finetune_follows_a_plan_whose_stages_differ(launch, tmp_path):
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
-        ("tp=3", "tp=3 does not make 2 ranks"),
+        ("tp=3", "tp=3 does not match the 2 ranks of this job"),
         ("tp2", "a mesh is written as dp=2,tp=2, or by stage as pp=2,dp=2|1,tp=1|2; got 'tp2'"),
         ("dp=1|1", "dp=1|1 has 2 stages, and pp=1"),
         ("cp=2", "a mesh has axes dp, pp, ep, sp, tp, got 'cp'"),
-        ("ep=2", "does not say how to cut experts"),
+        ("ep=2", "does not say how to shard experts"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_in_one_line(launch, mesh, said, tmp_path):

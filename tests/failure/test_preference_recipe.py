@@ -35,7 +35,7 @@ def report_of(folder, num_ranks, *flags):
     """Run the recipe in ``folder``; return all its losses and rewards, and the report."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(num_ranks), "--log-dir", str(folder / "logs")]
-    script = [str(ROOT / "scripts/finetune_llm.py"), "--output-dir", str(folder / "out")]
+    script = [str(ROOT / "scripts/finetune_llm.py"), "--output-dir", "out", "--cache-dir", "cache"]
     done = subprocess.run([*command, *script, *SIZES, *flags], capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((folder / "out/report.json").read_text())

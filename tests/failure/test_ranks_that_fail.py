@@ -167,7 +167,7 @@ def test_a_rank_that_ends_by_os_exit(launch, backend, code):
     # On a busy machine, rank 1 may exit some seconds after rank 0 began to wait for it.
     job = launch(HEAD + ALONE[backend] + leave + WAIT, backend=backend, MS_NODE_TIMEOUT="10")
     assert job.exit_code == (code or 1)
-    assert f"rank 1 of 2 left with exit code {code}, past the end of the script (os._exit)" in job.output
+    assert f"rank 1 of 2 exited with code {code} before the end of the script (os._exit)" in job.output
     assert "never reached" not in job.output
 
 
@@ -183,7 +183,7 @@ def test_the_rank_that_did_not_come_is_named_and_not_the_one_that_waited(launch,
     job = launch(HEAD + INIT + f"if group.rank == 1: {leave}\n" + WAIT, backend="mindspore", MS_NODE_TIMEOUT="10")
     assert job.exit_code == 1
     assert f"rank 1 of 2 {what}" in job.output
-    assert "rank 0 waited 10 s in all_gather for a rank that did not come, and MindSpore gave up" in job.output
+    assert "rank 0 waited 10 s in all_gather for a rank that did not arrive, and MindSpore gave up" in job.output
     assert "late by more than MS_NODE_TIMEOUT, which is 10 s here" in job.output
 
 
@@ -402,7 +402,7 @@ def test_an_mpirun_that_fails_before_any_rank_begins_is_started_once_more(tmp_pa
     script.write_text(HEAD + MPI_ALONE + "print('done')\n")
     exit_code = run.run_job(2, [str(script)], backend="mpi", log_dir=tmp_path / "logs")
     said = capsys.readouterr().err
-    assert "mpirun ended before any rank had begun; it is started again" in said
+    assert "mpirun exited before any rank had started; it is started again" in said
     assert exit_code == (0 if failures == 1 else 213)
     assert ("the listener failed to start" in said) == (failures == 2)
     assert len(count.read_text().splitlines()) == 2

@@ -51,7 +51,12 @@ HANGS = {
     ),
     "in a child's pipe": (
         "import subprocess\nif group.rank == 0:\n    subprocess.run(['sleep', '600'])\ngroup.barrier()\n",
-        ["rank 0 of 3 hung", "Ranks 1 and 2 wait in barrier of 3 ranks", "Rank 0 never came: it is in", "script.py:11"],
+        [
+            "rank 0 of 3 hung",
+            "Ranks 1 and 2 wait in barrier of 3 ranks",
+            "Rank 0 did not join: it is in",
+            "script.py:11",
+        ],
     ),
     "stopped": (
         "if group.rank == 2:\n    os.kill(os.getpid(), signal.SIGSTOP)\ngroup.broadcast(x)\n",
@@ -125,7 +130,7 @@ def test_a_rank_that_is_done_while_others_wait_is_named(tmp_path):
     exit_code, output = run_job(tmp_path, "--hang-timeout", 4, HEAD + script)
     assert exit_code == 124
     assert "rank 0 of 2 hung" in output
-    assert "Rank 0 has come to the end of the script" in output
+    assert "Rank 0 has reached the end of the script" in output
     assert "Rank 1 waits in barrier of 2 ranks" in output
 
 
@@ -139,7 +144,7 @@ def test_an_mpirun_that_begins_no_rank_is_ended(tmp_path, monkeypatch, capsys):
     assert launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs") == 124
     said = capsys.readouterr().err
     assert "rank 0 of 2 never began" in said
-    assert "ranks [0, 1] have not begun 1 s after the job was started" in said
+    assert "ranks [0, 1] have not started 1 s after the job was started" in said
 
 
 # Rank 1 stops mpirun, which then does not notice that a rank exits.
@@ -157,7 +162,10 @@ else:
 @pytest.mark.usefixtures("own_imports")
 @pytest.mark.parametrize(
     ("end", "expected"),
-    [("", (0, "")), ("os.kill(os.getpid(), signal.SIGKILL)\n", (1, "rank 0 of 2 was killed, or left past the end"))],
+    [
+        ("", (0, "")),
+        ("os.kill(os.getpid(), signal.SIGKILL)\n", (1, "rank 0 of 2 was killed, or exited before the end")),
+    ],
     ids=["at the end", "killed"],
 )
 def test_ranks_that_have_left_end_a_job_whose_mpirun_does_not(tmp_path, monkeypatch, capsys, end, expected):
@@ -246,7 +254,7 @@ def test_unread_output_delays_no_failure(tmp_path, tee):
     assert launcher.returncode == 1
     assert said.count("rank 1 of 2 failed") == 2
     assert said.count("seen all the same") >= 2
-    assert f"is in {tmp_path / 'logs/attempt_0'}: no process reads it here" in said
+    assert f"no process reads this output; the rest of it is in {tmp_path / 'logs/attempt_0'}" in said
 
 
 # Slow enough for a launcher on a busy machine: if two logs start between two polls, the first of them is lost.
@@ -341,7 +349,7 @@ def test_restarts_have_an_end(tmp_path):
     """Each attempt makes some updates, and fails again."""
     exit_code, output = run_job(tmp_path, "--max-restarts", 1, INTERRUPTIBLE, tmp_path, "--stop-at", 8, "--on-rank", 0)
     assert exit_code == 137
-    assert "the job is over: it was restarted 1 times, as --max-restarts says" in output
+    assert "the job is over: it was restarted 1 times, the maximum (--max-restarts)" in output
 
 
 # After the first attempt the log folder is a file, which cannot be written to, like a lost disk.
@@ -381,7 +389,7 @@ def test_an_mpirun_that_exits_with_0_and_has_started_no_rank(tmp_path, monkeypat
     monkeypatch.setattr(spawn, "find_mpirun", lambda: str(mpirun))
     (tmp_path / "script.py").write_text("")
     assert launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs") == 1
-    assert "rank 0 of 2 ended without a word" in capsys.readouterr().err
+    assert "rank 0 of 2 exited without reporting a status" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), 9)"])

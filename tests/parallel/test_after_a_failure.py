@@ -1,4 +1,4 @@
-"""Show that a failed training leaves no state in the process: the next one gives the same result as the first."""
+"""Test that a failed training leaves no state in the process: the next one gives the same result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train_once(folder, rows):
 
 
 @pytest.mark.core
-def test_the_trainer_after_a_label_out_of_range(tmp_path, bad_rows):
+def test_trainer_gives_the_same_weights_after_a_label_out_of_range(tmp_path, bad_rows):
     before_norm, before = train_once(tmp_path / "before", Rows(16))
     with pytest.raises(ValueError, match="column 'labels' has 73 in sample"):
         train_once(tmp_path / "bad", bad_rows)
@@ -34,7 +34,7 @@ def test_the_trainer_after_a_label_out_of_range(tmp_path, bad_rows):
         np.testing.assert_array_equal(after[name], weight, err_msg=name)
 
 
-def test_the_trainer_after_a_forward_pass_that_raised(tmp_path):
+def test_trainer_gives_the_same_weights_after_an_error_in_the_forward_pass(tmp_path):
     class Raises(dp.DataParallelTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
             super().compute_loss(model, inputs, return_outputs)
@@ -66,7 +66,7 @@ def new_network():
     return network, mindspore.nn.SGD(network.trainable_params(), 0.5)
 
 
-def test_a_loop_of_ones_own_after_a_label_out_of_range():
+def test_custom_loop_gives_the_same_losses_after_a_label_out_of_range():
     before = functional_losses(*new_network(), label=1)
     with pytest.raises((RuntimeError, ValueError, IndexError)):
         functional_losses(*new_network(), label=77)
@@ -90,7 +90,7 @@ class FailsOnce(dp.DataParallelTrainer):
 
 
 @pytest.mark.parametrize("error", [ValueError("not this one"), KeyboardInterrupt()])
-def test_half_a_window_is_dropped(tmp_path, error):
+def test_gradients_of_an_interrupted_accumulation_are_dropped(tmp_path, error):
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
 
     class Fails(FailsOnce):
@@ -112,7 +112,7 @@ def test_half_a_window_is_dropped(tmp_path, error):
 
 
 @pytest.mark.core
-def test_half_a_window_of_a_loop_is_dropped_with_its_loss():
+def test_custom_loop_drops_gradients_and_loss_of_an_interrupted_accumulation():
     network, optimizer = new_network()
     has_failed = []
 
@@ -148,7 +148,7 @@ def test_half_a_window_of_a_loop_is_dropped_with_its_loss():
 
 @pytest.mark.core
 @pytest.mark.parametrize("again", [True, False])
-def test_all_ranks_fail_with_an_exchange_under_way(group, tmp_path, again):
+def test_training_runs_again_after_all_ranks_failed_during_overlapped_gradient_sync(group, tmp_path, again):
     """The next training gets its own channel: with the same trainer or another one, with or without overlap."""
 
     class Fails(dp.DataParallelTrainer):
@@ -179,7 +179,7 @@ def test_all_ranks_fail_with_an_exchange_under_way(group, tmp_path, again):
     dp.assert_replicas_in_sync(model)
 
 
-def test_a_synchroniser_of_an_exchange_that_was_left_says_so(group):
+def test_interrupted_synchronizer_is_refused_and_a_new_one_works(group):
     if group.world_size == 1:
         pytest.skip("one rank exchanges nothing")
     from mindnlp.core import nn
@@ -205,9 +205,9 @@ def test_a_synchroniser_of_an_exchange_that_was_left_says_so(group):
             break
         sync.accumulate(gradients)
         sync.reduce()
-    with pytest.raises(RuntimeError, match="left the exchange of an update half way .*ValueError"):
+    with pytest.raises(RuntimeError, match="left the exchange of an update before its end .*ValueError"):
         sync.reduce()
     fresh = dp.GradientSynchronizer([parameter], group, overlap=False)
     np.testing.assert_array_equal(fresh(gradients)[0].asnumpy(), gradients[0].asnumpy())
-    with pytest.raises(RuntimeError, match="make a new synchroniser or train step, on all of them"):
+    with pytest.raises(RuntimeError, match="make a new synchronizer or train step, on all of them"):
         sync.accumulate(gradients)

@@ -36,7 +36,7 @@ class Ours:
 
 # The errors of the stock Trainer in tests where it raises instead of giving a wrong answer. The hook fails under MPI
 # because MindSpore's communication was not started, and under MindSpore's backend because it divides a tuple.
-DIES_OF = {"test_hook": (RuntimeError, TypeError)}
+DIES_OF = {"test_gradient_hook_averages_over_ranks": (RuntimeError, TypeError)}
 
 
 def pytest_generate_tests(metafunc):
@@ -78,14 +78,14 @@ def assert_same_on_every_rank(group, value):
     assert all(other == values[0] for other in values), values
 
 
-def test_seeds(kind, group, tmp_path):
+def test_models_with_different_seeds_are_identical_on_all_ranks(kind, group, tmp_path):
     """Models built from a different seed on each rank are identical when training begins."""
     trainer = run(kind, NumberedRows(8).pipeline(), tmp_path, model=tiny_roberta(seed=group.rank), max_steps=1)
     assert_same_on_every_rank(group, dp.replica_digest(trainer.model))
 
 
 @pytest.mark.core
-def test_hook(kind, group, tmp_path, monkeypatch):
+def test_gradient_hook_averages_over_ranks(kind, group, tmp_path, monkeypatch):
     """update_gradient_by_distributed_type averages the gradients, also with frozen and unused parameters."""
     from mindnlp.accelerate.utils import DistributedType
     from mindnlp.engine.trainer import base
@@ -103,7 +103,7 @@ def test_hook(kind, group, tmp_path, monkeypatch):
     np.testing.assert_allclose(parameters["classifier.dense.bias"].grad.asnumpy(), mean)
 
 
-def test_rank(kind, group, tmp_path):
+def test_one_process_logs_and_saves(kind, group, tmp_path):
     """Exactly one process logs, writes and deletes files."""
     args = kind.arguments(str(tmp_path))
     assert (args.world_size, args.process_index) == (group.world_size, group.rank)
@@ -112,14 +112,14 @@ def test_rank(kind, group, tmp_path):
 
 
 @pytest.mark.core
-def test_data(kind, group, tmp_path):
+def test_an_epoch_is_sharded_among_the_ranks(kind, group, tmp_path):
     """An epoch reads the data set once in total, not once per rank."""
     rows = NumberedRows(8 * group.world_size)
     trainer = run(kind, rows.pipeline(), tmp_path)
     assert trainer.output.global_step == 4
 
 
-def test_order(kind, group, tmp_path):
+def test_epochs_have_different_sample_orders(kind, group, tmp_path):
     """Every epoch has a different order."""
     mindspore.set_seed(1)
     orders = []
@@ -145,7 +145,7 @@ def test_order(kind, group, tmp_path):
     assert orders[:half] != orders[half:]
 
 
-def test_uneven(kind, group, tmp_path):
+def test_uneven_data_sets_are_not_padded_with_repeated_samples(kind, group, tmp_path):
     """A data set whose size is not a multiple of the ranks is read once, without repeated samples."""
     n = 4 * group.world_size + 1
     rows = NumberedRows(n)
@@ -170,7 +170,7 @@ def sharded_for(kind, group, rows, batch_size=2):
 
 
 @pytest.mark.core
-def test_eval(kind, group, tmp_path):
+def test_evaluation_gathers_all_samples_and_gives_one_loss(kind, group, tmp_path):
     """Predictions are gathered: every rank reports the same metrics over all samples."""
     rows = NumberedRows(6 * group.world_size)
     args = kind.arguments(str(tmp_path), per_device_eval_batch_size=2, disable_tqdm=True, remove_unused_columns=False)
@@ -183,7 +183,7 @@ def test_eval(kind, group, tmp_path):
     assert_same_on_every_rank(group, metrics["eval_loss"])
 
 
-def test_decisions(kind, group, tmp_path):
+def test_early_stopping_is_the_same_on_all_ranks(kind, group, tmp_path):
     """Ranks stop at the same step; upstream's ranks do not communicate in this test, so they cannot hang."""
     rows = NumberedRows(8 * group.world_size)
     easy = NumberedRows(2 * group.world_size)
@@ -201,14 +201,14 @@ def test_decisions(kind, group, tmp_path):
     assert_same_on_every_rank(group, (trainer.state.global_step, trainer.state.best_metric))
 
 
-def test_loss(kind, group, tmp_path):
+def test_logged_loss_is_the_same_on_all_ranks(kind, group, tmp_path):
     """The logged loss is the mean over all ranks."""
     rows = NumberedRows(4 * group.world_size)
     trainer = run(kind, sharded_for(kind, group, rows), tmp_path, learning_rate=0.0)
     assert_same_on_every_rank(group, [row["loss"] for row in trainer.state.log_history if "loss" in row])
 
 
-def test_accumulation(kind, group, tmp_path):
+def test_gradient_accumulation_equals_one_larger_batch(kind, group, tmp_path):
     """Two micro-batches of two samples train like one batch of four."""
     rows = NumberedRows(8)
     order = {"dataset_shuffle": False} if kind is Ours else {}
@@ -222,7 +222,7 @@ def test_accumulation(kind, group, tmp_path):
             np.testing.assert_allclose(weight, weights(whole.model)[name], atol=1e-6, err_msg=name)
 
 
-def test_resume(kind, group, shared_tmp_path):
+def test_a_resumed_run_ends_with_the_same_weights(kind, group, shared_tmp_path):
     """A resumed run continues after the batches that were already trained, and ends with the same weights."""
     n = 8 * group.world_size
     folder = shared_tmp_path if kind is Ours else shared_tmp_path / str(group.rank)
@@ -234,14 +234,14 @@ def test_resume(kind, group, shared_tmp_path):
         np.testing.assert_array_equal(weights(resumed.model)[name], weight, err_msg=name)
 
 
-def test_norm(kind, group, tmp_path):
+def test_grad_norm_is_logged(kind, group, tmp_path):
     """The norm of the gradient is logged."""
     trainer = run(kind, NumberedRows(4 * group.world_size).pipeline(), tmp_path)
     assert "grad_norm" in trainer.state.log_history[0]
     assert trainer.state.log_history[0]["grad_norm"] > 0
 
 
-def test_speed(kind, group, tmp_path):
+def test_throughput_counts_samples_of_all_ranks(kind, group, tmp_path):
     """Throughput counts the samples of all ranks."""
     n = 8 * group.world_size
     trainer = run(kind, sharded_for(kind, group, NumberedRows(n)), tmp_path)
@@ -250,7 +250,7 @@ def test_speed(kind, group, tmp_path):
     assert metrics["train_samples_per_second"] * seconds == pytest.approx(n, rel=0.02)
 
 
-def test_import(kind, group):
+def test_import_with_multi_npu_set_starts_no_communication(kind, group):
     """Importing MindNLP with MULTI_NPU=true starts nothing; without mindnlp_dp it starts communication or fails.
 
     The import runs in one separate process, which is not a rank of the job.

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("length", [0, 1, 3, 1001, 300_000])
-def test_they_equal_the_all_reduce_and_their_formulas(group, algorithm, length):
+def test_all_reduce_algorithms_give_the_sum_and_the_traffic_of_the_formula(group, algorithm, length):
     if group.backend != "mpi":
         pytest.skip("they go over MPI")
     from mpi4py import MPI

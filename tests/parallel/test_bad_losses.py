@@ -35,7 +35,7 @@ SETTINGS = {"optim": "sgd", "learning_rate": 0.1, "dataset_shuffle": False, "log
 
 
 @pytest.mark.core
-def test_it_is_left_out_of_the_update_and_of_the_log(group, tmp_path):
+def test_nan_loss_is_left_out_of_the_update_and_the_log(group, tmp_path):
     size = group.world_size
     # An update has 4 * size samples. In the second update, the poisoned sample is in the last rank's micro-batch.
     bad = 8 * size - 2
@@ -64,7 +64,7 @@ def test_it_is_left_out_of_the_update_and_of_the_log(group, tmp_path):
 
 
 @pytest.mark.core
-def test_it_stops_all_ranks(group, tmp_path):
+def test_nan_loss_stops_all_ranks_without_the_nan_filter(group, tmp_path):
     rows = poisoned_rows(8 * group.world_size, 8 * group.world_size - 1)
     message = f"is nan at step 1 on rank {group.world_size - 1}; look at these samples"
     with pytest.raises(FloatingPointError, match=message):
@@ -74,7 +74,7 @@ def test_it_stops_all_ranks(group, tmp_path):
         )  # fmt: skip
 
 
-def test_an_update_of_nothing_but_bad_losses_changes_no_weight(group, tmp_path):
+def test_an_update_with_only_nan_losses_changes_no_weight(group, tmp_path):
     n = 4 * group.world_size
     rows = poisoned_rows(n, *range(n))
     before = weights(tiny_roberta(seed=2))
@@ -97,7 +97,7 @@ class Overflowing(dp.DataParallelTrainer):
         return loss * 3e38 * 0.1 if self.state.global_step == 1 else loss
 
 
-def test_a_gradient_that_is_no_number(group, tmp_path):
+def test_infinite_grad_norm_skips_the_update_or_stops_training(group, tmp_path):
     settings = {**SETTINGS, "max_grad_norm": 1.0, "per_device_train_batch_size": 4}
     rows = Rows(12 * group.world_size)
     with pytest.warns(RuntimeWarning, match="averaged gradient is inf at step 1.*this update is left out"):
@@ -111,7 +111,7 @@ def test_a_gradient_that_is_no_number(group, tmp_path):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_gradient_that_is_no_number_and_is_not_clipped(group, tmp_path, value):
+def test_nan_or_inf_gradient_without_clipping_skips_the_update_or_stops_training(group, tmp_path, value):
     """One bad value in one gradient of one rank is found, although all losses are finite."""
 
     class Spoils(dp.DataParallelTrainer):
@@ -132,7 +132,7 @@ def test_a_gradient_that_is_no_number_and_is_not_clipped(group, tmp_path, value)
         train(tiny_roberta(), rows, tmp_path, Spoils, logging_nan_inf_filter=False, **settings)
 
 
-def test_a_schedule_stays_where_it_is_if_training_stops_for_a_gradient(group, tmp_path):
+def test_lr_scheduler_stays_at_the_last_update_when_a_gradient_stops_training(group, tmp_path):
     settings = {**SETTINGS, "per_device_train_batch_size": 4, "logging_nan_inf_filter": False, "max_grad_norm": 1.0}
     args = dp.DataParallelArguments(str(tmp_path), **settings_here(**settings, save_strategy="no", disable_tqdm=True))
     trainer = Overflowing(tiny_roberta(), args, train_dataset=Rows(12 * group.world_size))
@@ -141,7 +141,7 @@ def test_a_schedule_stays_where_it_is_if_training_stops_for_a_gradient(group, tm
     assert trainer.lr_scheduler.last_epoch == trainer.state.global_step == 1
 
 
-def test_rows_of_a_pipeline_are_named_by_their_number(group, tmp_path):
+def test_nan_warning_names_the_sample_numbers_of_a_stream(group, tmp_path):
     class Stream:
         def __iter__(self):
             rows = poisoned_rows(8 * group.world_size, 8 * group.world_size - 1)

@@ -1,4 +1,4 @@
-"""Test layers and losses that look at the rows of all ranks: N ranks train what one process with all rows trains."""
+"""Test SyncBatchNorm, in-batch negatives and router losses: N ranks train as one process with the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def buffers(model):
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"affine": False, "momentum": None}])
-def test_batch_normalisation(group, tmp_path, overlap, accumulation_steps, options):
+def test_sync_batchnorm_on_n_ranks_equals_one_process(group, tmp_path, overlap, accumulation_steps, options):
     """Compare weights and running statistics; the last micro-batch has fewer rows, and some ranks have none."""
     num_samples = 4 * group.world_size * accumulation_steps + 2
     more = settings(group, accumulation_steps, overlap=overlap, learning_rate=0.05)
@@ -52,7 +52,7 @@ def test_batch_normalisation(group, tmp_path, overlap, accumulation_steps, optio
     dp.assert_replicas_in_sync(mine.model)
 
 
-def test_unconverted_layers_train_another_model(group, tmp_path):
+def test_batchnorm_without_conversion_trains_another_model(group, tmp_path):
     if group.world_size == 1:
         pytest.skip("one rank has all rows")
     more = settings(group, 1, learning_rate=0.05)
@@ -96,7 +96,7 @@ def trained_cells(group, sizes, weight=None):
 @pytest.mark.core
 @pytest.mark.skipif(is_0_5, reason="MindSpore's own layers are used with MindNLP 0.4")
 @pytest.mark.parametrize("sizes", [(7, 3, 1, 1), (6, 0, 2, 2), (0, 5, 0, 4)])
-def test_mindspores_layers_with_uneven_rows(group, sizes):
+def test_sync_batchnorm_of_mindspore_cells_handles_uneven_rows(group, sizes):
     if group.world_size == 1:
         pytest.skip("one rank has all rows")
     sizes = sizes[: group.world_size]
@@ -109,7 +109,7 @@ def test_mindspores_layers_with_uneven_rows(group, sizes):
 
 @pytest.mark.core
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_layer_that_normalises_later(group, overlap):
+def test_sync_batchnorm_layer_switched_to_training_later_equals_one_process(group, overlap):
     """The layer is in evaluation mode for two updates; in the third, a rank has no rows."""
     if group.world_size == 1:
         pytest.skip("one rank has all rows")
@@ -139,7 +139,7 @@ def test_a_layer_that_normalises_later(group, overlap):
 
 @pytest.mark.core
 @pytest.mark.skipif(is_0_5, reason="MindSpore's own layers are used with MindNLP 0.4")
-def test_a_loss_that_is_not_a_number_is_left_out_on_all_ranks(group):
+def test_sync_batchnorm_leaves_a_nan_loss_out_on_all_ranks(group):
     """A target in the second of three micro-steps is NaN, on one rank; one process leaves the micro-step out, too."""
     found = {}
     for ranks in ("together", "alone"):
@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_a_number_is_left_out_on_all_ranks(group):
         np.testing.assert_allclose(found["together"][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
-def test_a_subclass_keeps_its_forward_pass(group):
+def test_sync_batchnorm_refuses_subclasses_with_their_own_forward(group):
     class Scaled(nn.BatchNorm1d):
         def forward(self, x):
             return super().forward(x) * 3
@@ -174,7 +174,7 @@ def test_a_subclass_keeps_its_forward_pass(group):
     assert type(dp.convert_sync_batchnorm(Named(2))).__name__ == "SyncNamed"
 
 
-def test_converted_models_are_pickled_and_copied(group):
+def test_sync_batchnorm_models_can_be_pickled_and_copied(group):
     # MindNLP's convolutions cannot be pickled.
     model = dp.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
@@ -184,7 +184,7 @@ def test_converted_models_are_pickled_and_copied(group):
 
 
 @pytest.mark.skipif(is_0_5, reason="MindSpore's own layers are used with MindNLP 0.4")
-def test_what_converted_layers_cannot_do(group):
+def test_sync_batchnorm_refuses_jit_and_second_derivatives(group):
     model = dp.convert_sync_batchnorm(Cells())
     optimizer = mindspore.nn.SGD(model.trainable_params(), 0.05)
     with pytest.raises(ValueError, match="jit=True cannot compile the layers of convert_sync_batchnorm"):
@@ -203,7 +203,7 @@ def test_what_converted_layers_cannot_do(group):
 
 
 @pytest.mark.core
-def test_windows_of_different_lengths(group):
+def test_sync_batchnorm_handles_different_numbers_of_micro_batches_per_rank(group):
     """Rank 0 has three micro-batches, the others have two."""
     models = {}
     for ranks in ("together", "alone"):
@@ -226,7 +226,7 @@ def test_windows_of_different_lengths(group):
     assert distance(weights(models["together"]), weights(models["alone"]), weights(ConvNet())) < MOST
 
 
-def test_a_model_without_such_layers(group):
+def test_sync_batchnorm_refuses_models_without_batchnorm_and_converts_once(group):
     with pytest.raises(ValueError, match="Linear has no BatchNorm layer to convert"):
         dp.convert_sync_batchnorm(nn.Linear(2, 2))
     model = dp.convert_sync_batchnorm(ConvNet())
@@ -258,7 +258,7 @@ def contrastive(group, over, sizes, **options):
 @pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (7, 1, 3, 2), (0, 5, 2, 2), (5, 0, 0, 3)])
 @pytest.mark.parametrize("over", ["both", "candidates"])
 @pytest.mark.parametrize("options", [{}, {"loss_weight_of": lambda rows: 10 * len(rows["a"])}])
-def test_in_batch_negatives(group, over, sizes, options):
+def test_in_batch_negatives_of_all_ranks_equal_one_process(group, over, sizes, options):
     """A loss over all rows on every rank, and one of this rank's rows and all candidates, give the same model."""
     sizes = sizes[: group.world_size]
     if not sum(sizes):
@@ -270,7 +270,7 @@ def test_in_batch_negatives(group, over, sizes, options):
 
 
 @pytest.mark.core
-def test_rows_that_are_needed_later_are_needed_of_all_ranks(group):
+def test_all_gather_with_grad_in_a_later_update_needs_batches_of_a_loader(group):
     """Compare all rows from the third update on: batches of our loaders say that all ranks have some."""
     if group.world_size == 1:
         pytest.skip("one rank has all rows")
@@ -289,13 +289,13 @@ def test_rows_that_are_needed_later_are_needed_of_all_ranks(group):
             if knows or update < 2:
                 step(batch if knows else dict(batch))
                 continue
-            with pytest.raises(ValueError, match="a rank that has no rows here would not take part"):
+            with pytest.raises(ValueError, match="a rank without rows would not join the collective"):
                 step(dict(batch))
             break
         assert number[0] == (3 if knows else 2)
 
 
-def test_outside_of_a_step_the_rows_are_this_ranks(group):
+def test_all_gather_with_grad_outside_a_train_step_returns_its_input(group):
     x = mindspore.Tensor(np.ones((group.rank + 1, 2), np.float32))
     assert dp.all_gather_with_grad(x) is x
 
@@ -318,7 +318,9 @@ def with_router_loss(model):
         ("Qwen2MoeForCausalLM", "global", 1),
     ],
 )
-def test_router_losses(group, tmp_path, name, router_loss, accumulation_steps):
+def test_global_router_loss_equals_one_process_and_local_does_not(
+    group, tmp_path, name, router_loss, accumulation_steps
+):
     if is_0_5:
         pytest.skip("mixtures of experts are tried with MindNLP 0.4")
     model_class = find(name)
@@ -336,7 +338,7 @@ def test_router_losses(group, tmp_path, name, router_loss, accumulation_steps):
 @pytest.mark.skipif(is_0_5, reason="models are sharded with MindNLP 0.4 only")
 @pytest.mark.skipif(dp.get_process_group().backend != "mpi", reason="MindSpore's CPU library has no messages")
 @pytest.mark.parametrize("mesh", {2: ["ep=2", "tp=2"], 4: ["dp=2,ep=2"]}.get(dp.get_process_group().world_size, []))
-def test_router_losses_of_sharded_models(group, tmp_path, mesh):
+def test_router_loss_of_sharded_models_equals_one_process(group, tmp_path, mesh):
     model_class = find("MixtralForCausalLM")
     rows = samples(model_class, build(model_class), 34)
     dp.init_device_mesh(parse_mesh(mesh))

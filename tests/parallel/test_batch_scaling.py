@@ -43,7 +43,7 @@ class Notes(dp.DataParallelTrainer):
     def training_step(self, model, inputs, *args):
         numbers = [NUMBERS[tuple(row)] for row in inputs["input_ids"].asnumpy().tolist()]
         # In its first micro-step a run has a dummy batch where a rank has no rows.
-        if self.training_loop.across_ranks.weight > 0:
+        if self.training_loop.across_ranks.loss_weight > 0:
             self.updates.append((self.state.global_step, numbers))
         return super().training_step(model, inputs, *args)
 
@@ -76,7 +76,9 @@ def read_by_all(group, updates):
 
 
 @pytest.mark.core
-def test_ranks_that_go_and_come_back(group, shared_tmp_path, missing, monkeypatch):
+def test_elastic_batches_and_learning_rate_follow_ranks_that_leave_and_return(
+    group, shared_tmp_path, missing, monkeypatch
+):
     """Two updates run with all ranks, three with a third of them, and the rest with all again."""
     monkeypatch.setattr(Notes, "updates", [], raising=False)
     with pytest.raises(KeyboardInterrupt):
@@ -112,7 +114,7 @@ def test_ranks_that_go_and_come_back(group, shared_tmp_path, missing, monkeypatc
 
 
 @pytest.mark.parametrize("steps", [{"num_train_epochs": 2}, {"max_steps": 7}])
-def test_fewer_ranks_from_the_beginning_train_as_half_the_batch_does(group, shared_tmp_path, missing, steps):
+def test_elastic_start_with_half_the_ranks_equals_half_the_batch(group, shared_tmp_path, missing, steps):
     common = {**steps, "lr_scheduler_type": "constant", "warmup_steps": 0, "kind": dp.DataParallelTrainer}
     # Seven planned updates are two epochs without the last sample; with half the batch they take 13 updates.
     plain = {**common, "max_steps": 13} if "max_steps" in steps else common
@@ -129,7 +131,7 @@ def test_fewer_ranks_from_the_beginning_train_as_half_the_batch_does(group, shar
     assert again.training_loop.loader.global_batch_size == PLANNED
 
 
-def test_a_second_training_has_the_batch_of_the_first(group, shared_tmp_path, monkeypatch):
+def test_elastic_accumulation_is_not_scaled_again_by_a_second_train_call(group, shared_tmp_path, monkeypatch):
     """A third of the ranks takes three times as many micro steps in each training, not nine times in the second."""
     for name, value in attempt_env(0, "job", 3 * group.world_size).items():
         if name.endswith("FULL_SIZE"):
@@ -147,13 +149,13 @@ def test_a_second_training_has_the_batch_of_the_first(group, shared_tmp_path, mo
         assert trainer.state.global_step == args.max_steps
 
 
-def test_what_cannot_be_scaled_is_refused(group, shared_tmp_path, missing):
+def test_elastic_batch_scaling_refuses_pipelines_grouped_lengths_and_plateaus(group, shared_tmp_path, missing):
     columns = {"input_ids": np.stack([Rows(8)[i]["input_ids"] for i in range(8)]), "labels": np.zeros(8, np.int32)}
     missing(2)
     settings = {"kind": dp.DataParallelTrainer, "max_steps": 1}
-    with pytest.raises(ValueError, match="cut from the order of a data set with an index"):
+    with pytest.raises(ValueError, match="supported for a data set with an index"):
         run(shared_tmp_path, rows=NumpySlicesDataset(columns, shuffle=False).batch(3), **settings)
-    with pytest.raises(ValueError, match="not of one that is grouped by length"):
+    with pytest.raises(ValueError, match="not if it is grouped by length"):
         run(shared_tmp_path, group_by_length=True, **settings)
     with pytest.raises(ValueError, match="a ReduceLROnPlateau does not say what it is at another step"):
         run(

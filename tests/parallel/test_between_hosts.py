@@ -1,4 +1,4 @@
-"""Test the exchange between hosts: its sums, its bits and its bytes. Every rank acts as one host here."""
+"""Test the all-reduce between hosts: its sums, equal bits on all ranks, bytes sent. Each rank acts as one host here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_all_ranks_have_the_same_bits(comm, array):
 @pytest.mark.core
 @pytest.mark.parametrize("waiter", [None, PollingWait()])
 @pytest.mark.parametrize("numel", [0, 1, 3, 1000, 4097])
-def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel, waiter):
+def test_ring_all_reduce_sends_two_times_n_minus_1_over_n(comm, numel, waiter):
     """The count of bytes holds for every length; without even division, a rank deviates by a few elements."""
     size = comm.size
     array = np.arange(numel, dtype=np.float32) + comm.rank
@@ -51,7 +51,7 @@ def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel, waiter):
 @pytest.mark.core
 @pytest.mark.parametrize("kind", HALVES)
 @pytest.mark.parametrize("numel", [1, 3, 1000, 4097])
-def test_half_types_send_half_and_all_ranks_end_with_the_same_bits(comm, kind, numel):
+def test_compressed_ring_all_reduce_sends_half_and_all_ranks_get_the_same_bits(comm, kind, numel):
     size = comm.size
     array = random(comm.rank, numel)
     exact = sum(random(rank, numel).astype(np.float64) for rank in range(size))
@@ -66,7 +66,7 @@ def test_half_types_send_half_and_all_ranks_end_with_the_same_bits(comm, kind, n
 
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e-5, 1.0, 6e4, 1e9, 1e30])
 @pytest.mark.parametrize("kind", HALVES)
-def test_messages_of_any_size_keep_their_digits(kind, size):
+def test_compression_keeps_its_precision_at_any_scale(kind, size):
     """Precision holds at any scale: gradients may be far too small for float16, their weighted sums too large."""
     wire, array = wire_for(kind, np.dtype("float32")), (size * random(3, 1000)).astype(np.float32)
     error = float(ml_dtypes.finfo(HALVES[kind]).eps) / 2
@@ -75,7 +75,7 @@ def test_messages_of_any_size_keep_their_digits(kind, size):
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_what_is_no_number_stays_none(kind):
+def test_compression_keeps_nan_inf_and_zeros(kind):
     wire = wire_for(kind, np.dtype("float32"))
     array = np.array([np.nan, np.inf, -np.inf, 0.0, 1.0], np.float32)
     np.testing.assert_array_equal(wire.decode(wire.encode(array)), array)
@@ -99,7 +99,7 @@ def test_only_float32_is_compressed(dtype):
     compression=st.sampled_from([None, "fp16", "bf16"]),
     seed=st.integers(0, 99),
 )
-def test_zero_blocks_stay_at_home(comm, num_rows, width, share, dtype, compression, seed):  # noqa: PLR0917
+def test_skipping_zero_blocks_keeps_the_sum(comm, num_rows, width, share, dtype, compression, seed):  # noqa: PLR0917
     """Skipping zero blocks gives the sum of the full array; on two hosts, which add in the same order, to the bit."""
 
     def gradient(rank):
@@ -120,7 +120,7 @@ def test_zero_blocks_stay_at_home(comm, num_rows, width, share, dtype, compressi
     assert_all_ranks_have_the_same_bits(comm, sparse)
 
 
-def test_few_rows_of_an_embedding_are_few_bytes(comm):
+def test_only_nonzero_embedding_rows_are_sent(comm):
     table = np.zeros((1000, 64), np.float32)
     table[10 * comm.rank : 10 * comm.rank + 3] = comm.rank + 1
     sent = sum_over_hosts(comm, table.reshape(-1), None, None)
@@ -131,7 +131,7 @@ def test_few_rows_of_an_embedding_are_few_bytes(comm):
     assert np.count_nonzero(table) == size * 3 * 64
 
 
-def test_a_negative_zero_is_something(comm):
+def test_negative_zeros_give_the_same_bits_on_all_ranks(comm):
     """Otherwise one rank would keep its -0.0, and replicas would differ by a sign."""
     array = np.zeros(640, np.float32)
     if comm.rank == comm.size - 1:
@@ -140,7 +140,7 @@ def test_a_negative_zero_is_something(comm):
     assert_all_ranks_have_the_same_bits(comm, array)
 
 
-def test_a_patient_wait_sleeps(comm):
+def test_polling_wait_uses_little_cpu_time(comm):
     """A rank that waits for a late rank uses little CPU time."""
     if comm.size == 1:
         pytest.skip("no rank to wait for")
@@ -154,7 +154,7 @@ def test_a_patient_wait_sleeps(comm):
         assert used < waited / 2
 
 
-def test_a_patient_wait_can_be_given_up(comm):
+def test_polling_wait_can_be_abandoned(comm):
     if comm.size == 1:
         pytest.skip("no rank to wait for")
     waiter, mine = PollingWait(), comm.Dup()

@@ -14,8 +14,8 @@ from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from models import LENGTH, NUM_LABELS, Rows, train, weights
 
 
-class Normalised(nn.Module):
-    """A classifier with batch normalisation whose input features are the token ids."""
+class Normalized(nn.Module):
+    """A classifier with batch normalization whose input features are the token ids."""
 
     def __init__(self):
         super().__init__()
@@ -37,13 +37,13 @@ def buffers(model):
 
 def run(folder, group, **settings):
     return train(
-        Normalised(), Rows(40), folder, eval_dataset=Rows(12, seed=1),
+        Normalized(), Rows(40), folder, eval_dataset=Rows(12, seed=1),
         per_device_train_batch_size=8 // group.world_size, **settings,
     )  # fmt: skip
 
 
 @pytest.mark.core
-def test_a_trainer_ends_with_one_set_of_running_statistics(group, shared_tmp_path):
+def test_running_statistics_are_the_same_on_all_ranks_after_training(group, shared_tmp_path):
     trainer = run(shared_tmp_path, group)
     assert trainer.replica_digest == dp.assert_replicas_in_sync(trainer.model)
     assert int(buffers(trainer.model)["norm.num_batches_tracked"]) == 5
@@ -52,7 +52,7 @@ def test_a_trainer_ends_with_one_set_of_running_statistics(group, shared_tmp_pat
         np.testing.assert_array_equal(theirs, outputs[0])
 
 
-def test_a_run_that_evaluates_and_saves_is_resumed_to_the_bit(group, shared_tmp_path):
+def test_batchnorm_run_with_evaluation_and_checkpoints_resumes_to_the_bit(group, shared_tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "evaluation_strategy": "steps",
                 "eval_steps": 3, "lr_scheduler_type": "constant"}  # fmt: skip
     whole = run(shared_tmp_path / "whole", group, **settings)
@@ -63,7 +63,7 @@ def test_a_run_that_evaluates_and_saves_is_resumed_to_the_bit(group, shared_tmp_
         np.testing.assert_array_equal(buffers(resumed.model)[name], buffer, err_msg=name)
 
 
-def test_synchronising_changes_no_weight(group, shared_tmp_path):
+def test_buffer_sync_for_evaluation_does_not_change_training(group, shared_tmp_path):
     often = {"evaluation_strategy": "steps", "eval_steps": 1}
     once, always = run(shared_tmp_path / "once", group), run(shared_tmp_path / "always", group, **often)
     for name, weight in weights(once.model).items():
@@ -88,7 +88,7 @@ def cell_run(folder, group):
     return network, step, dp.FunctionalRun(folder, network, step, loader)
 
 
-def test_a_loop_of_ones_own_with_a_batch_normalisation(group, shared_tmp_path):
+def test_custom_loop_with_batchnorm_resumes_to_the_bit(group, shared_tmp_path):
     network, step, run = cell_run(shared_tmp_path, group)
     for number, micro_batches in enumerate(run.updates(num_epochs=2)):
         step(micro_batches)
@@ -103,7 +103,7 @@ def test_a_loop_of_ones_own_with_a_batch_normalisation(group, shared_tmp_path):
     assert dp.assert_replicas_in_sync(network) == digest
 
 
-def test_buffers_that_differ_are_named_and_evaluation_makes_them_rank_0s(group, shared_tmp_path):
+def test_differing_buffers_are_named_and_evaluation_synchronizes_them(group, shared_tmp_path):
     network, step, run = cell_run(shared_tmp_path, group)
     step(next(iter(run.updates(num_epochs=1))))
     if group.world_size > 1:
@@ -149,7 +149,7 @@ def to_the_longest(samples):
     return {"input_ids": np.stack(ids), "labels": np.array([sample["label"] for sample in samples])}
 
 
-def test_buffers_whose_shape_follows_the_batches_are_each_ranks_own(group, shared_tmp_path):
+def test_buffers_with_batch_dependent_shapes_stay_local_to_each_rank(group, shared_tmp_path):
     """Such buffers are not in a state dict, so they are not sent, saved or compared."""
     settings = {"save_strategy": "steps", "save_steps": 2, "evaluation_strategy": "steps", "eval_steps": 2,
                 "per_device_train_batch_size": 1, "data_collator": to_the_longest, "eval_dataset": Ragged(12),
@@ -165,7 +165,7 @@ def test_buffers_whose_shape_follows_the_batches_are_each_ranks_own(group, share
     np.testing.assert_array_equal(model.table.asnumpy(), np.zeros((1, 8)))
 
 
-def test_a_running_statistic_of_another_shape_is_named(group):
+def test_broadcast_buffers_names_a_buffer_of_another_shape(group):
     if group.world_size == 1:
         pytest.skip("one rank agrees with itself")
     model = Cached()

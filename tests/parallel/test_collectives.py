@@ -28,7 +28,7 @@ def check(result, expected, like):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
-def test_all_reduce(group, op, kind):
+def test_all_reduce_gives_sum_mean_max_and_min(group, op, kind):
     n = group.world_size
     x = KINDS[kind](ranks(group))
     expected = {"sum": n * (n - 1) / 2, "mean": (n - 1) / 2, "max": n - 1, "min": 0}[op]
@@ -37,7 +37,7 @@ def test_all_reduce(group, op, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_broadcast_and_gathers(group, kind):
+def test_broadcast_and_gather_return_the_arrays_of_their_ranks(group, kind):
     n, last = group.world_size, group.world_size - 1
     x = KINDS[kind](ranks(group))
     check(group.broadcast(x, src=last), np.full((3, 2), last, np.float32), x)
@@ -51,7 +51,7 @@ def test_broadcast_and_gathers(group, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reduce_scatter_and_reduce(group, kind):
+def test_reduce_scatter_gives_each_rank_its_sum_and_reduce_only_dst_a_result(group, kind):
     n = group.world_size
     rows = np.arange(n, dtype=np.float32)[:, None] + ranks(group, shape=(n, 2))
     result = group.reduce_scatter(KINDS[kind](rows))
@@ -63,7 +63,7 @@ def test_reduce_scatter_and_reduce(group, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scatter(group, kind):
+def test_scatter_gives_each_rank_its_array(group, kind):
     last = group.world_size - 1
     xs = [KINDS[kind](np.full(2, 10 + r, np.int64)) for r in range(group.world_size)]
     check(group.scatter(xs if group.rank == last else None, src=last), np.full(2, 10 + group.rank), xs[0])
@@ -71,7 +71,7 @@ def test_scatter(group, kind):
         group.scatter([] if group.is_main else None)
 
 
-def test_shapes(group):
+def test_collectives_keep_scalar_empty_and_strided_shapes(group):
     scalar = np.array(group.rank, np.float32)
     for result in (group.all_reduce(scalar), group.all_reduce(scalar, "mean"), group.broadcast(scalar)):
         assert isinstance(result, np.ndarray)
@@ -85,7 +85,7 @@ def test_shapes(group):
     np.testing.assert_array_equal(group.all_reduce(strided, "max"), strided)
 
 
-def test_send_and_recv(group):
+def test_send_and_recv_pass_arrays_around_a_ring(group):
     if group.world_size == 1:
         with pytest.raises(ValueError, match="dst must be another rank, got 0 on rank 0 itself"):
             group.send(np.zeros(1), dst=0)
@@ -106,7 +106,7 @@ def test_send_and_recv(group):
     check(received, np.full((3, 2), left, np.float32), x)
 
 
-def test_objects(group):
+def test_object_collectives_send_objects_of_any_length(group):
     assert group.all_gather_object({"rank": group.rank}) == [{"rank": r} for r in range(group.world_size)]
     assert group.broadcast_object(f"from {group.rank}", src=group.world_size - 1) == f"from {group.world_size - 1}"
     long = "x" * (1000 * (group.rank + 1))
@@ -114,7 +114,7 @@ def test_objects(group):
     group.barrier()
 
 
-def test_ranks_that_disagree_all_get_the_error(group):
+def test_different_collectives_or_shapes_raise_on_all_ranks(group):
     if group.world_size == 1:
         pytest.skip("one rank agrees with itself")
     shape = (4 if group.is_main else 5,)
@@ -139,14 +139,14 @@ def test_ranks_that_disagree_all_get_the_error(group):
         (TypeError, "got SimpleNamespace", lambda g, x: g.all_reduce(SimpleNamespace(dtype=x.dtype, shape=x.shape))),
     ],
 )
-def test_wrong_arguments_of_one_rank_are_an_error_on_all(group, kind, says, call):
+def test_invalid_arguments_on_one_rank_raise_on_all_ranks(group, kind, says, call):
     last = group.world_size - 1
     with pytest.raises(kind, match=says if group.rank == last else f"failed on rank {last}: .*{says}"):
         call(group, ranks(group)) if group.rank == last else group.all_reduce(ranks(group))
     assert group.all_reduce(np.ones(1, np.float32))[0] == group.world_size  # and the group still works
 
 
-def test_what_rank_0_computed_and_cannot_be_sent_is_an_error_on_all(group):
+def test_unpicklable_results_of_rank_0_raise_on_all_ranks(group):
     for call in (
         lambda: group.run_on_rank0(lambda: lambda: 0, "metrics"),
         lambda: group.broadcast_object((lambda: 0) if group.is_main else None),
@@ -156,7 +156,7 @@ def test_what_rank_0_computed_and_cannot_be_sent_is_an_error_on_all(group):
     assert group.broadcast_object(group.rank) == 0
 
 
-def test_what_cannot_be_sent_is_an_error_on_both_ranks(group):
+def test_unsupported_dtype_in_send_raises_on_sender_and_receiver(group):
     if group.world_size == 1 or group.library_without(Operation.MESSAGES):
         pytest.skip("needs point-to-point calls")
     if group.rank == 0:
@@ -170,7 +170,7 @@ def test_what_cannot_be_sent_is_an_error_on_both_ranks(group):
     group.barrier()
 
 
-def test_a_message_that_is_not_what_was_expected(group):
+def test_recv_refuses_messages_of_another_shape_or_dtype(group):
     if group.world_size == 1 or group.library_without(Operation.MESSAGES):
         pytest.skip("needs point-to-point calls")
     sent = np.arange(6, dtype=np.float64).reshape(2, 3)
@@ -192,7 +192,7 @@ def test_a_message_that_is_not_what_was_expected(group):
     group.barrier()
 
 
-def test_arrays_that_go_in_pieces(group, monkeypatch):
+def test_large_arrays_are_sent_in_pieces_under_mpi(group, monkeypatch):
     """Arrays beyond 1 GiB are sent in pieces under MPI (failure/test_large_arrays.py sends real ones)."""
     if group.backend != "mpi":
         pytest.skip("MPI counts in 32 bits")
@@ -218,14 +218,14 @@ def test_arrays_that_go_in_pieces(group, monkeypatch):
     group.barrier()
 
 
-def test_wrong_arguments(group):
+def test_invalid_op_and_src_are_refused(group):
     with pytest.raises(ValueError, match="op must be one of sum, mean, max, min, got 'avg'"):
         group.all_reduce(ranks(group), "avg")
     with pytest.raises(ValueError, match=f"src must be a rank from 0 to {group.world_size - 1}"):
         group.broadcast(ranks(group), src=group.world_size)
 
 
-def test_call_on_main(group):
+def test_run_on_rank0_returns_its_result_or_raises_on_all_ranks(group):
     assert group.run_on_rank0(lambda: group.rank, "asking") == 0
 
     def fail():
@@ -235,7 +235,7 @@ def test_call_on_main(group):
         group.run_on_rank0(fail, "failing")
 
 
-def test_an_error_that_cannot_travel_still_reaches_every_rank(group):
+def test_unpicklable_errors_are_raised_on_all_ranks(group):
     class LocalError(Exception):
         pass
 
@@ -244,7 +244,7 @@ def test_an_error_that_cannot_travel_still_reaches_every_rank(group):
         group.raise_on_all_ranks(error, "looking")
 
 
-def test_raise_together_names_the_rank(group):
+def test_raise_on_all_ranks_names_the_rank(group):
     last = group.world_size - 1
     error = OSError("disk full") if group.rank == last else None
     expected = "disk full" if error else f"saving failed on rank {last}: disk full"

@@ -1,4 +1,4 @@
-"""Test that all ranks take the same decisions: best model, early stop, learning rate, steps, parts of epochs."""
+"""Test that all ranks take the same decisions: best model, early stop, learning rate, updates, fractional epochs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Scores:
 
 
 @pytest.mark.core
-def test_the_best_model_is_everybodys_and_loaded_at_the_end(group, shared_tmp_path):
+def test_best_model_is_the_same_on_all_ranks_and_loaded_at_the_end(group, shared_tmp_path):
     trainer = train(
         tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
         compute_metrics=Scores(group, [np.nan, 0.7, 0.3, 0.7, np.nan, 0.6]), per_device_train_batch_size=4,
@@ -57,7 +57,7 @@ def test_the_best_model_is_everybodys_and_loaded_at_the_end(group, shared_tmp_pa
 
 
 @pytest.mark.core
-def test_a_model_that_is_evaluated_after_its_checkpoint_can_be_the_best(group, shared_tmp_path):
+def test_best_model_may_be_evaluated_after_its_checkpoint(group, shared_tmp_path):
     """Every second update is saved, and every second save is followed by an evaluation, after its epoch."""
     trainer = train(
         tiny_roberta(seed=1), Rows(16 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
@@ -71,7 +71,7 @@ def test_a_model_that_is_evaluated_after_its_checkpoint_can_be_the_best(group, s
     assert sorted(os.listdir(shared_tmp_path)) == ["checkpoint-12", "checkpoint-8"]
 
 
-def test_only_the_best_is_left_with_a_limit_of_one(group, shared_tmp_path):
+def test_save_total_limit_of_one_keeps_only_the_best_checkpoint(group, shared_tmp_path):
     train(
         tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
         compute_metrics=Scores(group, [0.1, 0.7, 0.3, 0.5, 0.2, 0.6]), per_device_train_batch_size=4,
@@ -82,7 +82,7 @@ def test_only_the_best_is_left_with_a_limit_of_one(group, shared_tmp_path):
     assert os.listdir(shared_tmp_path) == ["checkpoint-4"]
 
 
-def test_early_stopping(group, shared_tmp_path):
+def test_early_stopping_stops_all_ranks_at_the_same_update(group, shared_tmp_path):
     trainer = train(
         tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
         compute_metrics=Scores(group, [np.nan, 0.7, 0.3, 0.5]), per_device_train_batch_size=4,
@@ -92,7 +92,7 @@ def test_early_stopping(group, shared_tmp_path):
     assert same_on_every_rank(group, trainer.state.global_step) == 8
 
 
-def test_the_learning_rate_follows_one_metric(group, shared_tmp_path):
+def test_reduce_lr_on_plateau_has_the_same_learning_rate_on_all_ranks(group, shared_tmp_path):
     class Plateau(dp.DataParallelTrainer):
         def create_scheduler(self, num_training_steps, optimizer=None):
             self.lr_scheduler = optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, mode="max", patience=0, factor=0.5)
@@ -108,7 +108,7 @@ def test_the_learning_rate_follows_one_metric(group, shared_tmp_path):
     assert same_on_every_rank(group, rates) == pytest.approx([0.01, 0.01, 0.01, 0.005, 0.005, 0.0025])
 
 
-def test_a_metric_that_is_not_there(group, shared_tmp_path):
+def test_missing_metric_for_best_model_is_refused(group, shared_tmp_path):
     with pytest.raises(ValueError, match="eval_f1, which is not among the metrics: eval_score"):
         train(
             tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
@@ -119,7 +119,7 @@ def test_a_metric_that_is_not_there(group, shared_tmp_path):
 @pytest.mark.core
 @pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop", "should_save", "should_evaluate"])
 @pytest.mark.parametrize("rank", [0, -1])
-def test_a_flag_that_a_callback_sets_on_one_rank(group, shared_tmp_path, flag, rank):
+def test_stop_flags_of_any_rank_count_and_other_control_flags_only_of_rank_0(group, shared_tmp_path, flag, rank):
     """A stop from any rank stops all ranks at the same update; other flags are rank 0's decision. No rank hangs."""
 
     class SetsIt(TrainerCallback):
@@ -143,7 +143,7 @@ def test_a_flag_that_a_callback_sets_on_one_rank(group, shared_tmp_path, flag, r
 
 
 @pytest.mark.core
-def test_a_signal_that_one_rank_gets_stops_all_at_the_same_update(group, shared_tmp_path):
+def test_signal_to_one_rank_stops_all_ranks_at_the_same_update(group, shared_tmp_path):
     """The signal handler does what a user's would do: it sets the stop flag of this rank's trainer."""
     trainers = []
 
@@ -171,7 +171,7 @@ def test_a_signal_that_one_rank_gets_stops_all_at_the_same_update(group, shared_
     "event", ["on_epoch_begin", "on_step_begin", "on_substep_end", "on_log", "on_evaluate", "on_save"]
 )
 @pytest.mark.parametrize("flag", ["should_training_stop", "should_evaluate"])
-def test_a_flag_of_one_rank_in_any_event(group, shared_tmp_path, event, flag):
+def test_control_flags_of_one_rank_in_any_callback_event_do_not_hang(group, shared_tmp_path, event, flag):
     """No rank hangs, and a stop stops all ranks at the same update."""
 
     def sets(self, args, state, control, **kwargs):
@@ -191,7 +191,7 @@ def test_a_flag_of_one_rank_in_any_event(group, shared_tmp_path, event, flag):
     assert same_on_every_rank(group, trainer.state.global_step) == expected
 
 
-def test_a_signal_while_a_rank_waits_for_the_others(group, shared_tmp_path):
+def test_signal_during_the_agreement_on_flags_stops_all_ranks(group, shared_tmp_path):
     """A signal that arrives while the ranks agree on flags takes effect at the next update at the latest."""
 
     class Slow(TrainerCallback):
@@ -220,7 +220,7 @@ def test_a_signal_while_a_rank_waits_for_the_others(group, shared_tmp_path):
     assert same_on_every_rank(group, trainer.state.global_step) in (2, 3)
 
 
-def test_ranks_that_want_the_same_are_told_nothing(group, shared_tmp_path):
+def test_equal_control_flags_on_all_ranks_give_no_warning(group, shared_tmp_path):
     """Logging, evaluating and saving at the same update leave no flag set that would cause a warning later."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*rank 0 decides")
@@ -240,7 +240,7 @@ def test_ranks_that_want_the_same_are_told_nothing(group, shared_tmp_path):
         ({"num_train_epochs": 2, "dataset_drop_last": True}, (8, 2.0, 16 + 16)),
     ],
 )
-def test_updates_are_global_and_epochs_may_be_fractions(group, tmp_path, settings, expected):
+def test_update_counts_are_global_and_epochs_may_be_fractional(group, tmp_path, settings, expected):
     steps, epoch, num_read = expected
     rows = Rows(18)
     settings = {"logging_steps": 0.25, "warmup_ratio": 0.5, "optim": "sgd", **settings}
@@ -275,7 +275,7 @@ def test_a_stream_is_trained_for_max_steps_and_read_again_when_it_ends(group, tm
         np.testing.assert_allclose(weight, weights(single.model)[name], rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_a_stream_that_fails_fails_on_every_rank(group, tmp_path):
+def test_stream_errors_are_raised_on_all_ranks(group, tmp_path):
     class Stream:
         def __iter__(self):
             rows = Rows(10)
@@ -298,7 +298,7 @@ def test_tokens_are_counted_over_all_ranks(group, tmp_path):
 
 
 @pytest.mark.skipif(not is_0_5, reason="MindNLP 0.4 knows the best metric where it saves")
-def test_an_early_stop_without_checkpoints(group, tmp_path):
+def test_early_stopping_works_without_checkpoints(group, tmp_path):
     trainer = train(
         tiny_roberta(), Rows(8 * group.world_size), tmp_path, eval_dataset=Rows(3), max_steps=10, eval_steps=1,
         per_device_train_batch_size=2, evaluation_strategy="steps", metric_for_best_model="score",
@@ -333,7 +333,7 @@ class Watches(TrainerCallback):
 
 @pytest.mark.core
 @pytest.mark.parametrize("zero_stage", ["auto", 1])
-def test_callbacks_see_the_events_around_the_optimizers_step(group, tmp_path, zero_stage):
+def test_callbacks_are_called_before_and_after_the_optimizer_step(group, tmp_path, zero_stage):
     watches = Watches()
     train(
         tiny_roberta(), Rows(16 * group.world_size), tmp_path, per_device_train_batch_size=2, optim="sgd", max_steps=2,
@@ -346,7 +346,7 @@ def test_callbacks_see_the_events_around_the_optimizers_step(group, tmp_path, ze
     assert same_on_every_rank(group, np.concatenate(watches.gradients).tolist())
 
 
-def test_an_event_that_only_one_rank_takes_does_not_part_the_ranks(group, tmp_path):
+def test_a_callback_on_one_rank_only_keeps_replicas_in_sync(group, tmp_path):
     watches = Watches()
     trainer = train(
         tiny_roberta(), Rows(8 * group.world_size), tmp_path, per_device_train_batch_size=2, optim="sgd", max_steps=2,

@@ -1,4 +1,4 @@
-"""Test our wrappers of MindSpore's collectives, mint's and the primitives that a GPU needs, with the CPU library."""
+"""Test the wrappers of MindSpore's collectives, those of mint and the primitives for GPUs, with the CPU library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def calls(request, group):
     return request.param()
 
 
-def test_they_agree_on_what_they_give(calls, group):
+def test_mint_and_primitive_collectives_give_the_same_results(calls, group):
     size = group.world_size
     mine = mindspore.Tensor(np.full((2, 3), group.rank + 1, np.float32))
     np.testing.assert_array_equal(calls.all_reduce(mine, "sum").asnumpy(), size * (size + 1) / 2)

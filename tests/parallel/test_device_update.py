@@ -117,7 +117,7 @@ def assert_close(job, reference, tolerance=1e-6):
 @pytest.mark.core
 @pytest.mark.parametrize("zero_stage", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_twenty_updates_are_those_of_an_undivided_one(group, calls, optimizer, zero_stage):
+def test_zero_device_update_equals_the_unsharded_update(group, calls, optimizer, zero_stage):
     job, reference = Job(group, optimizer, zero_stage), Job(group, optimizer, 0)
     before = job.weights()
     np.testing.assert_allclose(job.run(20), reference.run(20), rtol=1e-6)
@@ -138,7 +138,7 @@ def as_on_a_device(group, monkeypatch):
 @pytest.mark.core
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_two_updaters_of_a_device_agree(group, as_on_a_device, optimizer, max_norm):
+def test_zero_stages_agree_on_a_device(group, as_on_a_device, optimizer, max_norm):
     """Check that stages 0 and 1 clip by the same norm, to the bit, and that the weights of all stages agree.
 
     Weights agree to rounding: a kernel may round the elements at the end of a slice in another way.
@@ -174,14 +174,14 @@ def train_with_a_bad_loss(group, overlap):
 
 @pytest.mark.filterwarnings("ignore:the loss of:RuntimeWarning")
 @pytest.mark.parametrize("overlap", [True, False])
-def test_losses_that_are_read_with_the_header_leave_out_the_same_micro_batches(group, monkeypatch, overlap):
+def test_nan_losses_are_left_out_on_a_device_as_on_a_cpu(group, monkeypatch, overlap):
     expected = train_with_a_bad_loss(group, overlap=False)
     monkeypatch.setattr(type(group), "on_device", True)
     for mine, other in zip(train_with_a_bad_loss(group, overlap), expected):
         np.testing.assert_allclose(mine, other, rtol=1e-5)
 
 
-def test_state_is_divided(group):
+def test_zero_shards_the_optimizer_state_among_ranks(group):
     job = Job(group)
     job.run(1)
     mine = sum(state["exp_avg"].size for state in job.updater._state.values())
@@ -192,7 +192,7 @@ def test_state_is_divided(group):
     assert all(p.grad is None for p in job.parameters)
 
 
-def test_parameters_that_were_not_used_stay_as_they_are(group):
+def test_zero_does_not_change_unused_parameters(group):
     job, reference = Job(group), Job(group, zero_stage=0)
     first = job.weights()
     for one in (job, reference):
@@ -207,12 +207,12 @@ def assign_a_weight(job):
     mindspore.ops.assign(job.parameters[2], mindspore.ops.ones_like(job.parameters[2]))
 
 
-def pack_anew(job):
+def repack_the_buckets(job):
     job.sync.pack_in_order(range(len(SHAPES)))
 
 
-@pytest.mark.parametrize("change", [assign_a_weight, pack_anew])
-def test_what_somebody_changed_between_two_updates(group, change):
+@pytest.mark.parametrize("change", [assign_a_weight, repack_the_buckets])
+def test_zero_update_follows_changed_weights_and_repacked_buckets(group, change):
     job, reference = Job(group), Job(group, zero_stage=0)
     for one in (job, reference):
         one.run(2)
@@ -222,7 +222,7 @@ def test_what_somebody_changed_between_two_updates(group, change):
 
 
 @pytest.mark.parametrize("stages", [(2, 0), (0, 2), (2, 1)])
-def test_state_of_one_stage_resumes_in_another(group, stages):
+def test_optimizer_state_resumes_at_another_zero_stage(group, stages):
     before, after = (Job(group, zero_stage=stage) for stage in stages)
     before.run(3)
     saved = before.updater.optimizer_state()
@@ -236,7 +236,7 @@ def test_state_of_one_stage_resumes_in_another(group, stages):
     assert_close(after, before)
 
 
-def test_state_that_is_loaded_into_the_optimizer_itself(group):
+def test_zero_uses_state_loaded_by_optimizer_load_state_dict(group):
     before, after = Job(group, zero_stage=0), Job(group)
     before.run(2)
     after.run(1)
@@ -245,7 +245,7 @@ def test_state_that_is_loaded_into_the_optimizer_itself(group):
     assert after.arrays()[0, "step"] == 2
 
 
-def test_nothing_finite(group):
+def test_zero_detects_a_nan_gradient_of_one_rank(group):
     job = Job(group)
     gradients = gradients_of(0, group.rank)
     if group.rank == group.world_size - 1:
@@ -256,13 +256,13 @@ def test_nothing_finite(group):
     )
 
 
-def test_nobody_had_samples(group):
+def test_zero_receives_no_gradients_when_no_rank_had_samples(group):
     job = Job(group)
     job.sync.skip()
     assert job.updater.receive(job.sync.reduce(in_place=job.updater.reads_buckets), job.sync) is None
 
 
-def test_an_optimizer_that_looks_at_whole_parameters_is_dealt_out(group, monkeypatch):
+def test_zero_updates_lamb_parameterwise_on_a_device(group, monkeypatch):
     monkeypatch.setattr(type(group), "on_device", True)
     parameters = make_parameters()
     for optimizer, kind in (

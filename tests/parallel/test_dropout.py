@@ -27,14 +27,14 @@ RATE = 0.1
 
 
 @pytest.mark.parametrize("name", ["RobertaForMultipleChoice", "BartForConditionalGeneration"])
-def test_rows_that_are_several_to_a_sample(group, tmp_path, name):
+def test_dropout_of_models_with_several_rows_per_sample_equals_one_process(group, tmp_path, name):
     far, *_ = together_and_alone(group, tmp_path, name, 2, p=RATE)
     assert far < MOST
 
 
 @pytest.mark.skipif(is_0_5, reason="the small models of MindNLP 0.4")
 @pytest.mark.parametrize("name", ["FSMTForConditionalGeneration", "XLNetLMHeadModel"])
-def test_models_that_compute_with_the_length_first(group, tmp_path, name):
+def test_dropout_of_sequence_first_models_equals_one_process(group, tmp_path, name):
     far, *_ = together_and_alone(group, tmp_path, name, 2, p=RATE)
     assert far < MOST
 
@@ -84,13 +84,13 @@ DEBERTA = {
 @pytest.mark.core
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("name", [name for name in RAGGED if not (is_0_5 and name.startswith("Deberta"))])
-def test_micro_batches_padded_to_their_own_longest_row(group, tmp_path, name, accumulation_steps, recwarn):
+def test_dropout_with_per_micro_batch_padding_equals_one_process(group, tmp_path, name, accumulation_steps, recwarn):
     check_ragged(group, tmp_path, name, accumulation_steps, pad_to_longest)
     assert not warnings_of_dropout(recwarn)
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BertForTokenClassification"])
-def test_micro_batches_padded_on_the_left(group, tmp_path, name):
+def test_dropout_with_left_padding_equals_one_process(group, tmp_path, name):
     def collate(rows):
         columns = pad_to_longest(rows, left=True)
         # Position embeddings are not to depend on the padding, either.
@@ -118,13 +118,13 @@ def check_ragged(group, tmp_path, name, accumulation_steps, collate):
 
 
 @pytest.mark.core
-def test_per_rank_masks_train_another_model(group, tmp_path):
+def test_per_rank_dropout_trains_another_model(group, tmp_path):
     far, *_ = together_and_alone(group, tmp_path, "RobertaForSequenceClassification", 2, p=RATE, dropout="per-rank")
     assert far > 100 * MOST
 
 
 @pytest.mark.core
-def test_a_run_is_resumed_with_another_number_of_ranks(group, shared_tmp_path):
+def test_dropout_run_resumes_with_another_number_of_ranks(group, shared_tmp_path):
     """Four updates with all ranks, the rest in one process, and the other way round."""
     model_class = find("GPT2LMHeadModel")
     before = weights(build(model_class))
@@ -162,7 +162,7 @@ MESHES = {
 @pytest.mark.skipif(is_0_5, reason="models are sharded with MindNLP 0.4 only")
 @pytest.mark.skipif(dp.get_process_group().backend != "mpi", reason="MindSpore's CPU library has no messages")
 @pytest.mark.parametrize(("mesh", "name"), MESHES.get(dp.get_process_group().world_size, []))
-def test_models_that_are_sharded(group, tmp_path, mesh, name):
+def test_dropout_of_sharded_models_equals_one_process(group, tmp_path, mesh, name):
     model_class = find(name)
     rows = samples(model_class, build(model_class), 48)
     dp.init_device_mesh(parse_mesh(mesh))
@@ -194,7 +194,7 @@ def custom_loop(columns, size, group, *, knows_positions, **options):
 
 
 @pytest.mark.core
-def test_a_custom_loop(group, recwarn):
+def test_dropout_in_a_custom_loop_needs_row_positions_or_warns(group, recwarn):
     """Rows in any order train the same model if they say where they belong; else one warning tells."""
     model_class = find("GPT2LMHeadModel")
     before = weights(build(model_class))
@@ -214,13 +214,13 @@ def warnings_of_dropout(recorded):
     return [str(each.message) for each in recorded if str(each.message).startswith("dropout: another number of ranks")]
 
 
-def test_an_unknown_kind_is_refused(tmp_path):
+def test_unknown_dropout_option_is_refused(tmp_path):
     with pytest.raises(ValueError, match="dropout must be 'global' or 'per-rank', got 'local'"):
         dp.DataParallelArguments(str(tmp_path), dropout="local")
 
 
 @pytest.mark.skipif(is_0_5, reason="with MindNLP 0.5 our kernel draws the masks in any case")
-def test_masks_of_mindspores_kernels_are_one_warning(group, tmp_path, recwarn):
+def test_dropout_masks_of_mindspore_kernels_give_one_warning(group, tmp_path, recwarn):
     model_class = find("GPT2LMHeadModel")
     rows = samples(model_class, build(model_class), 8)
     dispatch.choose("mindspore", 1)

@@ -26,7 +26,7 @@ NUM_STEPS = 5
 @pytest.mark.parametrize(
     "divided", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 2, "gradient_accumulation_steps": 2}]
 )
-def test_half_the_batch_on_two_is_the_whole_batch_on_one(group, tmp_path, optim, tolerance, divided):
+def test_n_ranks_with_batch_b_over_n_equal_one_process_with_batch_b(group, tmp_path, optim, tolerance, divided):
     settings = {"optim": optim, "learning_rate": LEARNING_RATE, "logging_steps": 1}
     micro_batch = GLOBAL_BATCH // group.world_size // divided.get("gradient_accumulation_steps", 1)
     together = train(

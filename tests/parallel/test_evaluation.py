@@ -61,7 +61,7 @@ class ByTokens(dp.DataParallelTrainer):
 
 
 @pytest.mark.parametrize("n", [1, 5, 23])
-def test_rows_of_other_lengths(group, tmp_path, n):
+def test_predict_gathers_rows_of_different_lengths(group, tmp_path, n):
     """Every micro-batch is padded to its own longest row; the gathered rows are padded to the longest of all."""
     set_seed(1)
     model, sentences = RobertaForTokenClassification(tiny_config()), Sentences(n)
@@ -80,7 +80,7 @@ def test_rows_of_other_lengths(group, tmp_path, n):
 
 
 @pytest.mark.parametrize("n", [1, 7])
-def test_outputs_that_are_tuples_of_tuples(group, tmp_path, n):
+def test_predict_gathers_nested_tuples_of_outputs(group, tmp_path, n):
     config = tiny_config(num_layers=2)
     config.output_hidden_states = True
     set_seed(2)
@@ -96,7 +96,7 @@ def test_outputs_that_are_tuples_of_tuples(group, tmp_path, n):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-def test_predictions_without_labels(group, tmp_path):
+def test_predict_works_without_labels(group, tmp_path):
     class Unlabelled(Rows):
         def __getitem__(self, index):
             return {"input_ids": self.input_ids[index]}
@@ -108,7 +108,7 @@ def test_predictions_without_labels(group, tmp_path):
     assert "test_loss" not in output.metrics
 
 
-def test_outputs_travel_in_chunks(group, tmp_path, monkeypatch):
+def test_outputs_are_gathered_in_chunks_of_eval_accumulation_steps(group, tmp_path, monkeypatch):
     """The data in one exchange does not grow with the data set, and a chunk consists of full global batches."""
     chunks = []
     gather = OrderedGatherer._gather
@@ -124,7 +124,7 @@ def test_outputs_travel_in_chunks(group, tmp_path, monkeypatch):
     assert chunks == [3, 3, 3, 1]
 
 
-def test_metrics_that_fail_fail_on_every_rank(group, tmp_path):
+def test_errors_in_compute_metrics_are_raised_on_all_ranks(group, tmp_path):
     def metrics(prediction):
         raise KeyError("no such class")
 
@@ -142,12 +142,12 @@ def test_metrics_that_fail_fail_on_every_rank(group, tmp_path):
         ({"ok": 1.0, 3: 0.5}, "compute_metrics returned 3 with a value of type float, .*names are texts"),
     ],
 )
-def test_metrics_that_do_not_fit_the_log_raise_on_every_rank(group, tmp_path, returned, told):
+def test_metrics_of_unsupported_types_raise_on_all_ranks(group, tmp_path, returned, told):
     with pytest.raises(TypeError, match=told):
         evaluated(tiny_roberta(), Rows(4), tmp_path, compute_metrics=lambda prediction: returned).evaluate()
 
 
-def test_arrays_among_the_metrics_are_saved_as_lists(group, shared_tmp_path):
+def test_array_metrics_are_saved_as_lists(group, shared_tmp_path):
     def metrics(prediction):
         tensors = {"many": mindspore.Tensor([1, 2]), "one": mindspore.Tensor([3])}
         return {"confusion": np.array([[1, 2], [3, 4]]), "score": np.float32(0.5), "of": tensors}
@@ -162,7 +162,7 @@ def test_arrays_among_the_metrics_are_saved_as_lists(group, shared_tmp_path):
     assert trainer.evaluate()["eval_score"] == 0.5
 
 
-def test_an_evaluation_without_data_is_an_error_before_training(group, tmp_path):
+def test_evaluation_strategy_without_eval_dataset_is_refused_before_training(group, tmp_path):
     settings = {"evaluation_strategy": "epoch"}
     with pytest.raises(ValueError, match=r"eval(uation)?_strategy.*eval_dataset"):
         train(tiny_roberta(), Rows(4), tmp_path, callbacks=[NeverBegins()], **settings)
@@ -228,7 +228,7 @@ def test_generated_rows_do_not_depend_on_the_number_of_ranks(group, tmp_path, be
 
 
 @pytest.mark.skipif(is_0_5, reason="Transformers has a Seq2SeqTrainer for MindNLP 0.5")
-def test_generation_for_a_model_without_a_decoder_of_its_own_is_refused(group, tmp_path):
+def test_predict_with_generate_is_refused_without_an_encoder_decoder_model(group, tmp_path):
     args = dp.DataParallelArguments(str(tmp_path), predict_with_generate=True)
     with pytest.raises(ValueError, match="for encoder-decoder models, and RobertaForSequenceClassification is not one"):
         dp.DataParallelTrainer(tiny_roberta(), args)

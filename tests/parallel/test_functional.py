@@ -67,7 +67,7 @@ def train_roberta(group, micro_steps=1, **options):
 @pytest.mark.core
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05}, {"overlap": True}], ids=["plain", "clip", "overlap"])
-def test_a_mindnlp_model_on_n_ranks_is_the_one_of_one_process(group, micro_steps, options):
+def test_train_step_of_a_mindnlp_model_on_n_ranks_equals_one_process(group, micro_steps, options):
     mine, losses, step = train_roberta(group, micro_steps, **options)
     with alone() as single:
         expected, expected_losses, _ = train_roberta(single, 1, **options)
@@ -78,7 +78,7 @@ def test_a_mindnlp_model_on_n_ranks_is_the_one_of_one_process(group, micro_steps
     assert (step.grad_norm is not None) == ("max_grad_norm" in options)
 
 
-def test_the_averaged_gradients_have_the_same_memory_in_every_window(group):
+def test_averaged_gradients_reuse_their_memory_in_every_update(group):
     """New memory would cost a page fault per 4 KiB, which takes longer than the exchange itself."""
     model = tiny_roberta()
     dp.broadcast_parameters(model)
@@ -135,14 +135,14 @@ def assert_close(mine, expected, tolerance=2e-6):
 @pytest.mark.core
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.2])
-def test_a_plain_cell_on_n_ranks_is_the_one_of_one_process(group, optimizer, max_grad_norm):
+def test_train_step_of_a_mindspore_cell_on_n_ranks_equals_one_process(group, optimizer, max_grad_norm):
     mine = train_cell(group, OPTIMIZERS[optimizer], max_grad_norm=max_grad_norm)
     with alone() as single:
         expected = train_cell(single, OPTIMIZERS[optimizer], max_grad_norm=max_grad_norm)
     assert_close(mine, expected, 2e-5 if optimizer == "adam" else 2e-6)
 
 
-def test_gradients_reach_their_parameters_in_whatever_order_these_are_named(group):
+def test_order_of_parameters_does_not_change_the_update(group):
     """MindSpore's optimizers take gradients by position, in the order of their groups."""
 
     def trained(order):
@@ -161,7 +161,7 @@ def test_gradients_reach_their_parameters_in_whatever_order_these_are_named(grou
         trained(lambda parameters: parameters[1:])
 
 
-def test_a_parameter_that_is_named_twice_counts_once(group):
+def test_duplicate_parameters_count_once(group):
     """This happens when two models share a module and the parameter lists of both are concatenated."""
 
     def trained(times):
@@ -177,12 +177,12 @@ def test_a_parameter_that_is_named_twice_counts_once(group):
     np.testing.assert_array_equal(weight, same)
 
 
-def test_a_plain_cell_overlaps(group):
+def test_overlap_with_a_mindspore_cell_gives_the_same_sums(group):
     mine = train_cell(group, overlap=True, bucket_cap_mb=1e-4)
     assert_same_sums(mine, train_cell(group, overlap=False))
 
 
-def test_ranks_with_fewer_rows_and_with_none(group):
+def test_ranks_with_fewer_or_no_rows_equal_one_process(group):
     batches = [*dense_batches(7), *dense_batches(1)]
     mine = train_cell(group, batches=batches)
     with alone() as single:
@@ -190,12 +190,12 @@ def test_ranks_with_fewer_rows_and_with_none(group):
     assert_close(mine, expected)
 
 
-def test_compiled_and_not_are_the_same(group):
+def test_jit_gives_the_same_weights(group):
     assert_close(train_cell(group, jit=True), train_cell(group, jit=False))
 
 
 @pytest.mark.core
-def test_mindspores_own_reducer_gives_the_same_weights(group):
+def test_distributed_grad_reducer_gives_the_same_weights(group):
     """The weights also agree with uneven rows per rank, because gradients are weighted before the reducer."""
     if group.backend == "mpi":
         pytest.skip("DistributedGradReducer needs MindSpore's own communication")
@@ -204,7 +204,7 @@ def test_mindspores_own_reducer_gives_the_same_weights(group):
     assert_close(train_cell(group, batches=batches, reducer=True), train_cell(group, batches=batches))
 
 
-def test_mindspores_own_reducer_takes_mindnlps_parameters(group):
+def test_distributed_grad_reducer_accepts_mindnlp_parameters(group):
     if group.backend == "mpi":
         pytest.skip("DistributedGradReducer needs MindSpore's own communication")
     rows = Rows(24)
@@ -225,7 +225,7 @@ def test_mindspores_own_reducer_takes_mindnlps_parameters(group):
     assert_close(trained(True), trained(False))
 
 
-def test_a_bad_loss_on_one_rank_is_left_out_on_all(group):
+def test_nan_loss_of_one_rank_gives_a_warning_or_raises_on_all_ranks(group):
     batches = dense_batches()
     poisoned = [x.copy() for x in batches[1]]
     poisoned[0][0] = np.nan  # rank 0's first row
@@ -247,7 +247,7 @@ def test_a_bad_loss_on_one_rank_is_left_out_on_all(group):
         (lambda losses: None, "must return its loss as a tensor, .* it returned NoneType"),
     ],
 )
-def test_a_forward_fn_that_returns_no_loss_is_an_error(group, convert, error):
+def test_forward_fn_without_a_scalar_loss_is_refused(group, convert, error):
     weight = mindspore.Parameter(mindspore.Tensor(np.ones(3, np.float32)), name="weight")
     optimizer = mindspore.nn.SGD([weight], 0.1)
     step = dp.make_train_step(lambda x: convert((x * weight).sum(-1)), optimizer, [weight], group=group)
@@ -255,7 +255,7 @@ def test_a_forward_fn_that_returns_no_loss_is_an_error(group, convert, error):
         step(mindspore.Tensor(np.ones((4, 3), np.float32)))
 
 
-def test_options_that_do_not_go_together(group):
+def test_incompatible_train_step_options_are_refused(group):
     net = network()
     parameters = net.trainable_params()
     plain, mindnlp = cells.Momentum(parameters, 0.1, 0.9), optim.SGD(list(tiny_roberta().parameters()), lr=0.1)
@@ -287,7 +287,7 @@ def seeded_by_rank(group):
 
 @pytest.mark.core
 @pytest.mark.parametrize("broadcast_weights", [True, False])
-def test_ranks_begin_with_rank_0s_weights_frozen_ones_and_buffers_included(group, broadcast_weights):
+def test_train_step_broadcasts_weights_frozen_weights_and_buffers_of_rank_0(group, broadcast_weights):
     net, loss_fn = seeded_by_rank(group), cells.CrossEntropyLoss()
     optimizer = cells.SGD(net.trainable_params(), 0.1)
     step = dp.make_train_step(
@@ -302,7 +302,7 @@ def test_ranks_begin_with_rank_0s_weights_frozen_ones_and_buffers_included(group
         dp.assert_replicas_in_sync(net)
 
 
-def test_mindnlps_models_begin_with_rank_0s_weights_too(group):
+def test_train_step_broadcasts_frozen_weights_of_a_mindnlp_model(group):
     model = tiny_roberta(seed=group.rank)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "embeddings" not in name
@@ -314,7 +314,7 @@ def test_mindnlps_models_begin_with_rank_0s_weights_too(group):
     )
 
 
-def test_half_types_and_adam_are_warned_of_once(group):
+def test_adam_with_half_precision_parameters_gives_one_warning(group):
     model = tiny_roberta().half()
     parameters = list(model.parameters())
     with warnings.catch_warnings(record=True) as caught:
@@ -326,7 +326,7 @@ def test_half_types_and_adam_are_warned_of_once(group):
     assert all(message.startswith("AdamW keeps its moments in the parameters' type, and float16") for message in said)
 
 
-def test_a_reducer_on_one_rank():
+def test_reducer_is_not_called_on_one_rank():
     """The reducer is not called, because MindSpore's crashes such a process with a segmentation fault."""
     with alone():
         net, loss_fn = network(), cells.CrossEntropyLoss()

@@ -94,7 +94,7 @@ def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False,
 
 @pytest.mark.parametrize("make", [roberta, cell])
 @pytest.mark.parametrize("stop_at", [3, pytest.param(5, marks=pytest.mark.core), 6])
-def test_stopped_and_taken_up_it_ends_as_if_it_had_not(group, shared_tmp_path, make, stop_at):
+def test_custom_loop_resumed_from_a_checkpoint_ends_with_the_same_weights(group, shared_tmp_path, make, stop_at):
     """The run stops within an epoch, at the end of one, and directly after a checkpoint."""
     expected, all_losses, _ = go(make, shared_tmp_path / "whole", group)
     assert len(all_losses) == 15
@@ -110,7 +110,7 @@ def test_stopped_and_taken_up_it_ends_as_if_it_had_not(group, shared_tmp_path, m
     assert [path.name for path in checkpoints_in(run.folder)] == ["checkpoint-12", "checkpoint-14"]
 
 
-def test_saved_at_an_epochs_end(group, shared_tmp_path):
+def test_checkpoint_at_the_end_of_an_epoch_resumes_with_the_same_weights(group, shared_tmp_path):
     expected, _, _ = go(cell, shared_tmp_path / "whole", group)
     go(cell, shared_tmp_path / "stopped", group, stop_at=5, save_every=5)
     mine, losses, _ = go(cell, shared_tmp_path / "stopped", group, resume=True)
@@ -119,7 +119,7 @@ def test_saved_at_an_epochs_end(group, shared_tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_run_that_went_back_continues_from_there(group, shared_tmp_path):
+def test_resume_continues_from_the_checkpoint_that_was_chosen_before(group, shared_tmp_path):
     go(cell, shared_tmp_path, group, stop_at=6)
     model, step, loader = cell(group, 3)
     run = dp.FunctionalRun(shared_tmp_path, model, step, loader, keep=1)
@@ -138,7 +138,7 @@ def test_a_run_that_went_back_continues_from_there(group, shared_tmp_path):
     assert [path.name for path in checkpoints_in(shared_tmp_path)] == ["checkpoint-5", "checkpoint-6"]
 
 
-def test_updates_of_other_data_are_not_counted_in_the_position(group, shared_tmp_path):
+def test_updates_with_other_data_do_not_change_the_resume_position(group, shared_tmp_path):
     """The step is warmed up, used between updates and after an epoch, and one update is left out."""
     net, step, loader = cell(group, 3)
     run = dp.FunctionalRun(shared_tmp_path, net, step, loader)
@@ -166,7 +166,7 @@ def test_updates_of_other_data_are_not_counted_in_the_position(group, shared_tmp
     assert sum(1 for micro_batches in run.updates(2)) == len(loader) - 2
 
 
-def test_a_damaged_checkpoint_is_passed_over(group, shared_tmp_path):
+def test_resume_skips_a_damaged_checkpoint(group, shared_tmp_path):
     go(cell, shared_tmp_path, group, stop_at=4)
     if group.is_main:
         (shared_tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"half")
@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_passed_over(group, shared_tmp_path):
     assert step.num_updates == 2
 
 
-def test_what_cannot_be_taken_up_says_why(group, shared_tmp_path):
+def test_resume_refuses_other_data_batch_sizes_models_and_optimizers(group, shared_tmp_path):
     go(cell, shared_tmp_path, group, stop_at=2)
     net, step, loader = cell(group, 3)
 
@@ -225,7 +225,7 @@ def test_evaluation_sees_every_row_once_in_order(group, num_samples):
     np.testing.assert_array_equal(without.outputs, evaluation.outputs["logits"])
 
 
-def test_an_output_without_a_row_for_each_sample_is_refused(group):
+def test_evaluate_refuses_outputs_without_a_row_per_sample(group):
     loader = dp.make_loader(Points(), 3)
     with pytest.raises(ValueError, match=r"predict_fn returned an array of shape \(\) .* pass has_loss=True"):
         dp.evaluate(lambda features, labels: (features.sum(), labels), loader)
@@ -233,7 +233,7 @@ def test_an_output_without_a_row_for_each_sample_is_refused(group):
         dp.evaluate(lambda features, labels: labels.reshape(1, -1), loader)
 
 
-def test_another_dropout_seed_or_other_data_are_refused(group, shared_tmp_path):
+def test_resume_refuses_another_dropout_seed_or_other_samples(group, shared_tmp_path):
     def run(seed, samples):
         mindspore.set_seed(1)
         net = cells.SequentialCell(cells.Dense(NUM_FEATURES, NUM_LABELS))

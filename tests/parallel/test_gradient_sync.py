@@ -1,3 +1,5 @@
+"""Test gradient synchronizers: weighted means over ranks and micro-steps, no_sync, unused parameters and errors."""
+
 from __future__ import annotations
 
 import mindspore
@@ -40,12 +42,12 @@ def make(request):
     return SYNCHRONIZERS[request.param]
 
 
-def test_unweighted_is_all_reduce_over_rank_size(group, make):
+def test_unweighted_gradients_are_averaged_over_ranks(group, make):
     for result, shape in zip(make(parameters())([mindspore.ops.ones(s) * group.rank for s in SHAPES]), SHAPES):
         np.testing.assert_array_equal(result.asnumpy(), np.full(shape, (group.world_size - 1) / 2, np.float32))
 
 
-def test_weighted_over_ranks_and_micro_steps(group, make):
+def test_gradients_are_weighted_over_ranks_and_micro_steps(group, make):
     sync = make(parameters())
     for micro_step, weight in enumerate([3.0, 0.5 + group.rank]):
         sync.accumulate(gradients(group.rank, micro_step), weight)
@@ -56,7 +58,7 @@ def test_weighted_over_ranks_and_micro_steps(group, make):
         np.testing.assert_allclose(mine.asnumpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_rank_without_samples_takes_part(group, make):
+def test_a_rank_without_samples_gets_the_averaged_gradients(group, make):
     sync = make(parameters())
     if group.is_main:
         sync.accumulate(gradients(0), 2.0)
@@ -64,14 +66,14 @@ def test_a_rank_without_samples_takes_part(group, make):
         np.testing.assert_allclose(mine.asnumpy(), expected.asnumpy(), rtol=1e-6)
 
 
-def test_a_weight_of_zero_keeps_nan_out(group, make):
+def test_loss_weight_zero_leaves_nan_gradients_out(group, make):
     sync = make(parameters())
     sync.accumulate([mindspore.ops.ones(shape) * float("nan") for shape in SHAPES], loss_weight=0)
     for gradient in sync([mindspore.ops.ones(shape) for shape in SHAPES]):
         np.testing.assert_array_equal(gradient.asnumpy(), 1)
 
 
-def test_windows_are_independent(group, make):
+def test_updates_do_not_share_accumulated_gradients(group, make):
     sync = make(parameters())
     first = [g.asnumpy().copy() for g in sync(gradients(group.rank))]
     sync(gradients(group.rank, 1))
@@ -79,7 +81,7 @@ def test_windows_are_independent(group, make):
         np.testing.assert_array_equal(mine.asnumpy(), expected)
 
 
-def test_results_are_private_memory(group, make):
+def test_averaged_gradients_do_not_share_memory_with_later_updates_or_ranks(group, make):
     """Clipping writes in place; this must not affect a later update or another rank."""
     sync = make(parameters())
     kept = sync(gradients(group.rank))
@@ -91,7 +93,7 @@ def test_results_are_private_memory(group, make):
         np.testing.assert_array_equal(mine.asnumpy(), expected)
 
 
-def test_parameters_used_by_some_ranks_or_by_none(group, make):
+def test_unused_parameters_have_no_gradient_and_partly_used_ones_are_averaged(group, make):
     sync = make(parameters())
     mine = gradients(group.rank)
     mine[1] = None
@@ -102,7 +104,7 @@ def test_parameters_used_by_some_ranks_or_by_none(group, make):
     np.testing.assert_allclose(result[2].asnumpy(), gradients(0)[2].asnumpy() / group.world_size, rtol=1e-6)
 
 
-def test_naive_and_bucketed_give_the_same_answer(group):
+def test_naive_and_bucketed_synchronizers_give_the_same_gradients(group):
     results = [
         [g.asnumpy() for g in make_one(parameters())(gradients(group.rank), loss_weight=3.0 + group.rank)]
         for make_one in SYNCHRONIZERS.values()
@@ -112,7 +114,7 @@ def test_naive_and_bucketed_give_the_same_answer(group):
             np.testing.assert_allclose(mine, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_half_precision_is_weighted_without_overflow(group, make):
+def test_half_precision_gradients_are_weighted_without_overflow(group, make):
     """Every weighted sum is far above float16's maximum of 65,504, but the mean is not."""
     sync = make(parameters("float16"))
     ones = [mindspore.Tensor(np.full(shape, 100.0, np.float16)) for shape in SHAPES]
@@ -121,7 +123,7 @@ def test_half_precision_is_weighted_without_overflow(group, make):
         np.testing.assert_array_equal(gradient.asnumpy(), np.float16(100))
 
 
-def test_errors(group, make):
+def test_invalid_gradients_and_weights_are_refused(group, make):
     sync = make(parameters())
     with pytest.raises(ValueError, match="expected 5 gradients, one for each parameter, got 1"):
         sync.accumulate(gradients(0)[:1])
@@ -133,14 +135,14 @@ def test_errors(group, make):
         make(parameters()).reduce()
 
 
-def test_ranks_must_synchronise_the_same_parameters(group, make):
+def test_synchronizers_with_different_parameters_are_refused(group, make):
     if group.world_size == 1:
         pytest.skip("one rank agrees with itself")
-    with pytest.raises(ReplicaMismatchError, match="rank 0 has 'p4' .* which rank 1 lacks"):
+    with pytest.raises(ReplicaMismatchError, match="rank 0 has 'p4' .* which rank 1 does not have"):
         make(parameters() if group.is_main else parameters()[:-1])
 
 
-def test_bytes_are_counted(group, make):
+def test_gradient_sync_counts_bytes_and_seconds(group, make):
     sync = make(parameters())
     sync(gradients(group.rank))
     assert sync.num_bytes == 4 * sum(int(np.prod(shape)) for shape in SHAPES)
@@ -165,7 +167,7 @@ def test_no_sync_accumulates_until_the_next_call(group, kind):
 
 
 @pytest.mark.parametrize("kind", [dp.NaiveGradientSynchronizer, dp.GradientSynchronizer])
-def test_an_exception_within_no_sync_leaves_no_half_window(group, kind):
+def test_an_exception_in_no_sync_drops_the_accumulated_gradients(group, kind):
     import mindspore
 
     parameter = mindspore.Tensor(np.zeros(5, np.float32))
@@ -177,7 +179,7 @@ def test_an_exception_within_no_sync_leaves_no_half_window(group, kind):
     np.testing.assert_allclose(mean.asnumpy(), (group.world_size - 1) / 2)
 
 
-def test_mccl_hints_once_at_mpi(group, capsys):
+def test_mccl_prints_one_hint_to_use_mpi(group, capsys):
     _hint_at_mpi.cache_clear()
     for _ in range(2):
         dp.GradientSynchronizer(parameters())

@@ -37,12 +37,12 @@ def trained(tmp_path, kernels, num_cores, **settings):
 
 
 @pytest.mark.core
-def test_the_number_of_cores_changes_no_bit(group, shared_tmp_path):
+def test_kernel_core_count_does_not_change_the_weights(group, shared_tmp_path):
     digests = {trained(shared_tmp_path, "auto", num_cores)[0] for num_cores in (1, 2, 3)}
     assert len(digests) == 1
 
 
-def test_cores_may_differ_by_rank(group, shared_tmp_path):
+def test_core_counts_may_differ_by_rank(group, shared_tmp_path):
     alike, _ = trained(shared_tmp_path, "auto", 1)
     assert trained(shared_tmp_path, "auto", 1 + group.rank % 2)[0] == alike
 
@@ -53,13 +53,15 @@ def without_dropout(monkeypatch):
         monkeypatch.setitem(CONFIG, name, 0.0)
 
 
-def test_mindspores_own_train_the_same_model(group, shared_tmp_path, without_dropout):
+def test_mindspore_kernels_give_the_same_loss(group, shared_tmp_path, without_dropout):
     """Dropout is off, because our kernels and MindSpore's draw different masks."""
     ours, theirs = (trained(shared_tmp_path, kernels, 1)[1] for kernels in ("auto", "mindspore"))
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_bf16_trains_what_one_process_does_with_any_zero_stage(group, shared_tmp_path, without_dropout, monkeypatch):
+def test_bf16_training_is_the_same_with_any_zero_stage_and_in_one_process(
+    group, shared_tmp_path, without_dropout, monkeypatch
+):
     """Cores without bfloat16 take the same way, and compute in float32."""
     can = onednn.has_bfloat16()
     monkeypatch.setattr(onednn, "has_bfloat16", onednn.has_primitives)
@@ -83,7 +85,7 @@ def test_bf16_trains_what_one_process_does_with_any_zero_stage(group, shared_tmp
     assert several[0][1] == pytest.approx(loss, rel=1e-3 if can else 1e-5)
 
 
-def test_bf16_ends_with_training_that_fails(group, shared_tmp_path, monkeypatch):
+def test_bf16_is_off_after_a_failed_training(group, shared_tmp_path, monkeypatch):
     monkeypatch.setattr(onednn, "has_bfloat16", onednn.has_primitives)
 
     class Fail(TrainerCallback):
@@ -97,7 +99,7 @@ def test_bf16_ends_with_training_that_fails(group, shared_tmp_path, monkeypatch)
 
 
 @pytest.mark.core
-def test_every_call_of_dropout_on_every_rank_drops_others(group):
+def test_dropout_masks_differ_by_call_micro_step_and_rank(group):
     if not dispatch._are_on:
         pytest.skip("masks are MindSpore's")
     dropout, masks = nn.Dropout(0.5), []

@@ -1,4 +1,4 @@
-"""Test labels and token ids: integers of any width mean the same, and what a model cannot take is an error."""
+"""Test labels and token ids: every integer type trains the same model, and invalid values are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trainer_of(name, group, tmp_path, change=lambda row, number: None, *, is_tra
 
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.uint64, bool])
-def test_integers_of_any_width_mean_the_same_labels(group, tmp_path, dtype):
+def test_labels_of_any_integer_type_train_the_same_model(group, tmp_path, dtype):
     def first_two_classes(row, number):
         row["labels"] = np.int64(number % 2)
 
@@ -47,7 +47,7 @@ def test_integers_of_any_width_mean_the_same_labels(group, tmp_path, dtype):
 
 
 @pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 takes floats only, as PyTorch does")
-def test_several_labels_per_sample_may_have_any_type(group, tmp_path):
+def test_multi_label_columns_may_have_any_type(group, tmp_path):
     """The last batch is not full: MindSpore's gradient for integers was that of another batch size."""
     digests = set()
     for dtype in (np.float32, bool, np.int64, np.int8):
@@ -102,7 +102,7 @@ WRONG = {
 @pytest.mark.core
 @pytest.mark.parametrize("kernels", ["auto", "mindspore"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_a_model_cannot_take_is_an_error(group, tmp_path, wrong, kernels):
+def test_invalid_labels_and_token_ids_are_refused(group, tmp_path, wrong, kernels):
     """The rank that reads the sample raises it before it computes, in evaluation, prediction and training."""
     if is_0_5 and kernels == "mindspore":
         pytest.skip("the same code")
@@ -136,7 +136,7 @@ def error_of(check, batch):
     return None
 
 
-def test_labels_of_another_loss_may_be_anything(group, tmp_path):
+def test_custom_compute_loss_accepts_any_labels_and_token_ids_are_checked(group, tmp_path):
     """A Trainer with its own compute_loss takes soft labels, and its token ids are still checked."""
 
     class Distance(dp.DataParallelTrainer):
@@ -157,7 +157,7 @@ def test_labels_of_another_loss_may_be_anything(group, tmp_path):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "mindspore"])
-def test_functions_refuse_what_mindspore_would_count_from_the_end(group, kernels):
+def test_loss_and_embedding_functions_refuse_invalid_indices(group, kernels):
     """Models of the user's own, and custom loops, have no columns that are known."""
     functional = nn.functional
     logits, table = mindspore.Tensor(np.eye(3, dtype=np.float32)), mindspore.Tensor(np.ones((5, 2), np.float32))
@@ -181,7 +181,7 @@ def test_functions_refuse_what_mindspore_would_count_from_the_end(group, kernels
         dispatch.choose("auto", 1)
 
 
-def test_a_custom_loop_takes_integers_of_any_width(group):
+def test_custom_loop_accepts_labels_of_any_integer_type(group):
     model_class = find("BertForSequenceClassification")
     losses = set()
     for dtype in (np.int64, np.int8):

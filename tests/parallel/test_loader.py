@@ -1,3 +1,5 @@
+"""Test data loaders: sharding among ranks, sample order, samplers, pipelines and data that differs between ranks."""
+
 from __future__ import annotations
 
 import contextlib
@@ -65,7 +67,7 @@ INDEXED = {
 
 @pytest.mark.parametrize("kind", INDEXED)
 @pytest.mark.parametrize("n", [24, 25, 3])
-def test_the_union_of_all_ranks_is_the_data_set(group, kind, n):
+def test_ranks_together_read_each_sample_once_per_epoch(group, kind, n):
     loader = make_loader(INDEXED[kind](n), micro_batch_size=2, accumulation_steps=2, seed=1, shuffle=True)
     assert isinstance(loader, IndexedLoader)
     epochs = [union(group, rows_read(loader, epoch)) for epoch in (0, 1)]
@@ -76,7 +78,7 @@ def test_the_union_of_all_ranks_is_the_data_set(group, kind, n):
         assert epochs[0] != epochs[1]
 
 
-def test_the_global_order_is_the_same_on_any_number_of_ranks(group):
+def test_global_sample_order_is_the_same_on_any_number_of_ranks(group):
     global_batch = 12
     loader = make_loader(Numbers(50), global_batch // group.world_size, seed=7, shuffle=True)
     order = np.random.default_rng([7, 3]).permutation(50).tolist()
@@ -85,7 +87,7 @@ def test_the_global_order_is_the_same_on_any_number_of_ranks(group):
     assert union(group, rows_read(loader, epoch=3, start=2)) == updates[2:]
 
 
-def test_drop(group):
+def test_uneven_drop_of_an_indexed_data_set_drops_the_last_samples(group):
     loader = make_loader(Numbers(4 * group.world_size + 1), 2, uneven="drop")
     assert union(group, rows_read(loader)) == np.arange(4 * group.world_size).reshape(2, -1).tolist()
 
@@ -112,7 +114,7 @@ SELECTIONS = {
     "number": (sampled_by(SequentialSampler(num_samples=5)), lambda n: 5),
     "random number": (sampled_by(RandomSampler(num_samples=5)), lambda n: 5),
     "with replacement": (sampled_by(RandomSampler(replacement=True)), lambda n: n),
-    "of a sampler": (sampled_by(of_child(SequentialSampler(), SubsetSampler([7, 1, 4]))), lambda n: 3),
+    "child sampler": (sampled_by(of_child(SequentialSampler(), SubsetSampler([7, 1, 4]))), lambda n: 3),
     "indices": (sampled_by([7, 1, 4]), lambda n: 3),
     "set later": (with_sampler_set_later, lambda n: 4),
     "skip": (lambda n: GeneratorDataset(NumberTuples(n), ["x"], shuffle=False).skip(4), lambda n: n - 4),
@@ -127,7 +129,7 @@ SELECTIONS = {
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", SELECTIONS)
-def test_what_mindspore_selects_of_a_source_is_all_that_is_read(group, kind):
+def test_mindspore_samplers_skip_take_and_filter_are_respected(group, kind):
     make, count = SELECTIONS[kind]
     loader = make_loader(make(24), micro_batch_size=2, seed=1)
     assert isinstance(loader, IndexedLoader) == kind.startswith("all")
@@ -146,7 +148,7 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("kind", PIPELINES)
-def test_pipelines_are_read_on_rank_0_and_scattered_in_their_own_order(group, kind):
+def test_pipelines_are_scattered_to_all_ranks_in_order(group, kind):
     batch = 3 * group.world_size
     n = 2 * batch + 1
     loader = make_loader(PIPELINES[kind](n, batch), micro_batch_size=3)
@@ -165,14 +167,14 @@ def test_a_shuffled_pipeline_gives_another_order_every_epoch(group):
     assert sorted(first) == sorted(second) == list(range(40))
 
 
-def test_a_pipeline_cut_by_num_shards_is_refused(group):
+def test_a_pipeline_sharded_by_num_shards_is_refused(group):
     cut = GeneratorDataset(NumberTuples(8), ["x"], num_shards=2, shard_id=0)
     for pipeline in (cut, cut.batch(2)):
         with pytest.raises(ValueError, match="already sharded by num_shards, and would be sharded twice"):
             make_loader(pipeline, 2)
 
 
-def test_an_error_while_rank_0_reads_reaches_every_rank(group):
+def test_pipeline_errors_of_rank_0_are_raised_on_all_ranks(group):
     def broken():
         yield {"x": 1}
         raise OSError("the disk is gone")
@@ -182,14 +184,14 @@ def test_an_error_while_rank_0_reads_reaches_every_rank(group):
         rows_read(loader)
 
 
-def test_only_wanted_columns_are_kept_and_labels_are_named(group):
+def test_unused_columns_are_removed_and_label_is_renamed_to_labels(group):
     loader = make_loader(Rows(4), 4, columns=["input_ids", "label"])
     (batch,) = next(loader.updates())
     if batch is not None:
         assert sorted(batch) == ["input_ids", "labels"]
 
 
-def test_samples_of_different_lengths_are_explained(group):
+def test_samples_of_different_lengths_without_a_collator_are_refused(group):
     class Ragged(Numbers):
         def __getitem__(self, index):
             return {"x": np.zeros(index)}
@@ -199,7 +201,7 @@ def test_samples_of_different_lengths_are_explained(group):
         rows_read(loader)
 
 
-def test_what_is_no_data_set_is_refused(group):
+def test_invalid_and_empty_data_sets_are_refused(group):
     with pytest.raises(TypeError, match="a int is not a data set"):
         make_loader(3, 2)
     with pytest.raises(ValueError, match="the data set is empty"):
@@ -236,7 +238,7 @@ THE_SAME_EVERYWHERE = {
 
 
 @pytest.mark.parametrize("kind", THE_SAME_EVERYWHERE)
-def test_data_that_is_the_same_on_every_rank_is_taken(group, kind):
+def test_samples_of_many_types_pass_the_comparison_between_ranks(group, kind):
     source = Rowwise(lambda index: {"x": np.int64(index), "other": THE_SAME_EVERYWHERE[kind]()})
     for columns in (None, ["x"]):
         assert len(make_loader(source, 2, columns=columns)) == -(-4 // (2 * group.world_size))
@@ -251,12 +253,12 @@ DIFFERENCES = {
     "arrays": (np.arange(3), np.arange(1, 4), ("int64 (3,) [0, 1, 2]", "int64 (3,) [1, 2, 3]")),
     "large arrays": (np.zeros(2000), np.eye(1, 2000)[0], ("float64 (2000,) of hash", "float64 (2000,) of hash")),
     "arrays of another type": (np.zeros(1, "i4"), np.zeros(1, "i8"), ("int32 (1,) [0]", "int64 (1,) [0]")),
-    "nothing": (None, 0, ("None", "0")),
+    "None": (None, 0, ("None", "0")),
 }
 
 
 @pytest.mark.parametrize("kind", DIFFERENCES)
-def test_a_column_that_differs_is_named_and_shown_beside_one_that_cannot_be_compared(group, kind):
+def test_a_column_that_differs_between_ranks_is_named_with_both_values(group, kind):
     if group.world_size == 1:
         pytest.skip("one rank agrees with itself")
     *values, shown = DIFFERENCES[kind]
@@ -272,7 +274,7 @@ def test_a_column_that_differs_is_named_and_shown_beside_one_that_cannot_be_comp
     make_loader(source, 2, columns=["image", "noise"])
 
 
-def test_tensors_are_compared(group):
+def test_tensor_columns_are_compared_between_ranks(group):
     if group.world_size == 1:
         pytest.skip("one rank agrees with itself")
     for dtype in (mindspore.float32, mindspore.bfloat16):
@@ -284,7 +286,7 @@ def test_tensors_are_compared(group):
                 make_loader(source, 2)
 
 
-def test_a_column_that_a_rank_lacks(group):
+def test_a_column_missing_on_one_rank_is_named(group):
     if group.world_size == 1:
         pytest.skip("one rank agrees with itself")
     source = Rowwise(lambda index: {"x": index, **({"y": 7} if group.rank == 0 else {})})
@@ -293,19 +295,19 @@ def test_a_column_that_a_rank_lacks(group):
     make_loader(source, 2, columns=["x"])
 
 
-def test_a_value_that_changes_at_some_samples_only_is_not_compared_at_the_others(group):
+def test_columns_with_random_values_in_some_samples_are_not_compared(group):
     """A randomly flipped image may be the same twice on one rank by chance, and differ on another rank."""
     source = Rowwise(lambda index: {"x": index, "image": np.random.default_rng().random() if index else group.rank})
     make_loader(source, 2)
 
 
 @pytest.mark.parametrize("sample", [(1, [2, 3]), [1], "text", Opaque()])
-def test_a_sample_that_is_no_dict_is_refused_on_every_rank(group, sample):
+def test_samples_that_are_not_dicts_are_refused_on_all_ranks(group, sample):
     with pytest.raises(TypeError, match=rf"sample \d is a {type(sample).__name__}, expected a dict of column names"):
         rows_read(make_loader(Rowwise(lambda index: sample), 2))
 
 
-def test_a_source_that_fails_on_one_rank_fails_on_every_rank(group):
+def test_data_set_errors_of_one_rank_are_raised_on_all_ranks(group):
     if group.world_size == 1:
         pytest.skip("one rank has no rank to wait for it")
     last = group.world_size - 1
@@ -333,7 +335,7 @@ def streamed(n):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_pipeline_is_read_as_often_as_anyone_asks(group, size):
+def test_a_pipeline_can_be_read_by_several_loaders(group, size):
     """Loaders must not add operations to the pipeline itself: MindSpore refuses one with two added operations."""
     pipeline = counted(10).map(lambda x: x + 1, ["x"])
     first, second = make_loader(pipeline, 2), make_loader(pipeline, size)
@@ -343,7 +345,7 @@ def test_a_pipeline_is_read_as_often_as_anyone_asks(group, size):
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 @pytest.mark.parametrize("kind", ["stream", "pipeline", "batches"])
-def test_a_last_global_batch_that_is_not_full_is_dropped(group, kind, accumulation_steps):
+def test_uneven_drop_of_streams_and_pipelines_drops_the_last_global_batch(group, kind, accumulation_steps):
     micro, each = 2, 2 * group.world_size
     size = each * accumulation_steps
     n = 3 * size - 1
@@ -356,7 +358,7 @@ def test_a_last_global_batch_that_is_not_full_is_dropped(group, kind, accumulati
         assert len(loader) == 2
 
 
-def test_columns_that_have_no_row_for_each_sample(group):
+def test_columns_without_a_row_per_sample_are_given_to_all_ranks(group):
     """Class weights and scalars are such columns; they may come before or after the ordinary ones."""
     n = 4 * group.world_size + 3
 

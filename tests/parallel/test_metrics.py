@@ -38,7 +38,7 @@ def rows_of(trainer):
 
 
 @pytest.mark.core
-def test_a_log_line_has_the_speed_of_all_ranks(group, shared_tmp_path):
+def test_logged_speed_counts_all_ranks_and_excludes_evaluation_and_checkpoints(group, shared_tmp_path):
     size, num_rows = group.world_size, 24
     trainer = train(
         tiny_roberta(), Rows(num_rows), shared_tmp_path, eval_dataset=Rows(4), callbacks=[Sleep(size - 1)],
@@ -69,7 +69,7 @@ def test_a_log_line_has_the_speed_of_all_ranks(group, shared_tmp_path):
     assert all(other == same[0] for other in same)
 
 
-def test_a_second_try_in_the_same_process_counts_its_own_operations_only(group, tmp_path):
+def test_flos_of_a_failed_train_call_are_not_counted_in_the_next(group, tmp_path):
     """The first call trains five updates, without a log line, before it fails."""
 
     class Fails(TrainerCallback):
@@ -104,7 +104,7 @@ def test_a_second_try_in_the_same_process_counts_its_own_operations_only(group, 
     assert again["teraflops_per_second"] * again["step_seconds"] * 8e12 == pytest.approx(flos, rel=1e-3)
 
 
-def test_the_status_and_the_progress_bar_get_them(group, tmp_path, monkeypatch):
+def test_heartbeat_and_progress_bar_show_the_speed(group, tmp_path, monkeypatch):
     reported, shown = [], []
     monkeypatch.setattr(heartbeat, "report_speed", reported.append)
 
@@ -127,7 +127,7 @@ def test_the_status_and_the_progress_bar_get_them(group, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(is_0_5, reason="one library is enough here")
-def test_the_labels_that_a_language_models_loss_is_about(group, tmp_path):
+def test_label_tokens_of_language_models_exclude_the_first_token(group, tmp_path):
     """The first label of a row is not one; without a saved checkpoint no time is lost to any."""
     import tiny_transformers
 
@@ -150,7 +150,7 @@ def test_the_labels_that_a_language_models_loss_is_about(group, tmp_path):
     assert "checkpoint_seconds" not in trainer.output.metrics
 
 
-def test_an_interval_without_updates_and_a_rank_without_samples(group):
+def test_speed_meter_handles_no_updates_and_ranks_without_samples(group):
     meter = SpeedMeter(group, group)
     meter.start()
     assert set(meter.since_log()) == {"peak_memory_gib"}
@@ -169,7 +169,7 @@ def test_an_interval_without_updates_and_a_rank_without_samples(group):
     assert meter.of_run()["train_seconds"] < 0.05
 
 
-def test_what_counts_as_a_token():
+def test_input_and_label_tokens_exclude_padding_and_ignored_labels():
     ids = np.ones((2, 3), np.int64)
     assert count_input_tokens({"input_ids": ids}, "input_ids") == 6
     assert count_input_tokens({"input_ids": ids, "attention_mask": np.array([[1, 0, 0], [1, 1, 0]])}, "input_ids") == 3

@@ -1,4 +1,4 @@
-"""Test models that are partly frozen, have tied weights, or weight their loss by something else than samples."""
+"""Test models with frozen, unused or tied weights, with LoRA adapters, and with losses weighted by tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def together_and_alone(group, folder, build, rows, trainer_class=None, **more):
 
 
 @pytest.mark.core
-def test_parameters_that_a_step_uses_on_some_ranks_only(group, tmp_path):
+def test_parameters_unused_on_some_ranks_train_as_in_one_process(group, tmp_path):
     """A micro-batch without a label 0 does not use the head for label 0."""
 
     class TwoHeads(dp.DataParallelTrainer):
@@ -53,7 +53,7 @@ def test_parameters_that_a_step_uses_on_some_ranks_only(group, tmp_path):
     together_and_alone(group, tmp_path, lambda: tiny_roberta(seed=1), rows, TwoHeads)
 
 
-def test_label_smoothing(group, tmp_path):
+def test_label_smoothing_on_n_ranks_equals_one_process(group, tmp_path):
     rows = Rows(8 * group.world_size)
     smooth, _ = together_and_alone(group, tmp_path, lambda: tiny_roberta(seed=1), rows, label_smoothing_factor=0.3)
     plain = train(tiny_roberta(seed=1), rows, tmp_path, per_device_train_batch_size=4, **SETTINGS)
@@ -81,8 +81,8 @@ def masked_lm(seed=1):
     return RobertaForMaskedLM(tiny_config())
 
 
-def test_a_loss_that_averages_tokens_and_tied_weights(group, tmp_path):
-    """RoBERTa's masked language model averages over labelled tokens only, and ties its decoder to its embedding."""
+def test_token_weighted_loss_with_tied_weights_equals_one_process(group, tmp_path):
+    """RoBERTa's masked language model averages over labeled tokens only, and ties its decoder to its embedding."""
     together, single = together_and_alone(group, tmp_path, masked_lm, MaskedRows(8 * group.world_size), ByMaskedTokens)
     tied = all_names(together.model)
     assert tied["lm_head.decoder.weight"] is tied["roberta.embeddings.word_embeddings.weight"]
@@ -92,7 +92,7 @@ def test_a_loss_that_averages_tokens_and_tied_weights(group, tmp_path):
         assert single.evaluate(rows)["eval_loss"] == pytest.approx(loss, abs=1e-5)
 
 
-def test_tied_weights_are_resumed(group, shared_tmp_path):
+def test_tied_weights_resume_with_the_same_digest_and_stay_tied(group, shared_tmp_path):
     settings = {**SETTINGS, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
     rows = MaskedRows(12 * group.world_size)
     whole = train(masked_lm(), rows, shared_tmp_path, ByMaskedTokens, **settings)
@@ -119,11 +119,13 @@ def with_lora(base_seed=1):
 
 
 @pytest.mark.core
-def test_lora_trains_its_adapters_resumes_and_is_loaded_by_mindnlp(group, shared_tmp_path):
+@pytest.mark.parametrize("options", [{}, {"optim": "muon", "zero_stage": 2}], ids=["adamw", "muon"])
+def test_lora_trains_its_adapters_resumes_and_is_loaded_by_mindnlp(group, shared_tmp_path, options):
     from mindnlp.peft import PeftModel
 
     rows = Rows(12 * group.world_size)
     settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1}
+    settings.update(options)
     before = weights(with_lora())
     whole = train(with_lora(), rows, shared_tmp_path, **settings)
     for name, weight in weights(whole.model).items():
@@ -143,7 +145,7 @@ def test_lora_trains_its_adapters_resumes_and_is_loaded_by_mindnlp(group, shared
 
 
 @pytest.mark.parametrize("kind", ["frozen", "all frozen but one"])
-def test_frozen_parameters_take_no_part_in_the_checkpoint_of_the_optimizer(group, shared_tmp_path, kind):
+def test_frozen_parameters_resume_with_the_same_digest_and_unfreezing_is_refused(group, shared_tmp_path, kind):
     def build(seed=1):
         model = tiny_roberta(seed=seed)
         for name, parameter in model.named_parameters():
@@ -167,7 +169,7 @@ def test_frozen_parameters_take_no_part_in_the_checkpoint_of_the_optimizer(group
             train(tiny_roberta(), Rows(12 * group.world_size), shared_tmp_path, resume=True, **settings)
 
 
-def test_a_plain_module_with_buffers(group, shared_tmp_path):
+def test_buffers_of_a_plain_module_are_resumed_from_a_checkpoint(group, shared_tmp_path):
     """The model is not a PreTrainedModel, and its buffers are part of a checkpoint."""
     from library import nn
 
@@ -194,7 +196,7 @@ def test_a_plain_module_with_buffers(group, shared_tmp_path):
     assert resumed.replica_digest == whole.replica_digest
 
 
-def test_lora_with_a_new_head_is_resumed_though_nobody_seeded_the_head(group, shared_tmp_path):
+def test_lora_resumes_although_the_new_head_was_not_seeded(group, shared_tmp_path):
     """PEFT keeps a copy of the initial head, which is never computed and is in no checkpoint."""
 
     def build(seed):

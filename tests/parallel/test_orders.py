@@ -45,7 +45,7 @@ class Watched(dp.DataParallelTrainer):
 
 
 @pytest.mark.core
-def test_batches_of_one_length_are_those_of_one_process(group, tmp_path):
+def test_group_by_length_trains_the_weights_of_one_process_and_reduces_padding(group, tmp_path):
     settings = {
         "trainer_class": Watched, "group_by_length": True, "data_collator": pad, "optim": "sgd", "num_train_epochs": 2,
         "remove_unused_columns": False,
@@ -69,7 +69,7 @@ def test_batches_of_one_length_are_those_of_one_process(group, tmp_path):
     assert single.widths[0] == LONGEST
 
 
-def test_lengths_may_be_a_column(group, tmp_path):
+def test_group_by_length_reads_the_lengths_from_a_column(group, tmp_path):
     class Measured(Ragged):
         def __getitem__(self, index):
             # This column reverses the order of lengths, so the test sees which lengths are used.
@@ -111,7 +111,7 @@ class Stream:
 
 @pytest.mark.core
 @pytest.mark.parametrize("num_samples", [24, 21])
-def test_a_stream_is_read_once_and_shared_out(group, tmp_path, num_samples):
+def test_a_stream_is_read_by_rank_0_only_and_trains_the_weights_of_one_process(group, tmp_path, num_samples):
     settings = {"max_steps": 9, "optim": "sgd", "logging_steps": 3}
     together = train(
         tiny_roberta(), Stream(num_samples), tmp_path, per_device_train_batch_size=12 // group.world_size, **settings
@@ -125,12 +125,12 @@ def test_a_stream_is_read_once_and_shared_out(group, tmp_path, num_samples):
     assert together.train_dataset.begun == ([0, 1, 2, 3, 4] if group.is_main else [])
 
 
-def test_batches_of_a_stream_cannot_be_put_together_by_length(group, tmp_path):
+def test_group_by_length_is_refused_for_a_stream(group, tmp_path):
     with pytest.raises(ValueError, match="needs a data set with an index, and a Stream has none"):
         train(tiny_roberta(), Stream(24), tmp_path, max_steps=2, group_by_length=True, per_device_train_batch_size=2)
 
 
-def test_ranks_with_other_lengths_are_refused(group):
+def test_different_lengths_on_ranks_are_refused(group):
     lengths = np.arange(12) + (group.rank == group.world_size - 1)
     if group.world_size == 1:
         assert dp.make_loader(Rows(12), 2, group=group, lengths=lengths).digest_of_lengths is not None
@@ -139,7 +139,7 @@ def test_ranks_with_other_lengths_are_refused(group):
         dp.make_loader(Rows(12), 2, group=group, lengths=lengths)
 
 
-def test_a_run_is_not_taken_up_with_other_lengths(group, shared_tmp_path):
+def test_resume_with_other_lengths_is_refused(group, shared_tmp_path):
     settings = {"group_by_length": True, "data_collator": pad, "per_device_train_batch_size": 2, "save_steps": 1,
                 "save_strategy": "steps", "remove_unused_columns": False}  # fmt: skip
     train(tiny_roberta(), Ragged(48), shared_tmp_path, max_steps=2, **settings)

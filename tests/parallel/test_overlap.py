@@ -20,7 +20,7 @@ from known_gradients import SHAPES, KnownGradients, num_exchange_threads, run_up
 from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS, OverlapState, is_significant_speedup
 
 
-def test_the_order_is_learnt_in_the_first_window(several, group, micro):
+def test_overlap_learns_the_order_of_gradients_in_the_first_update(several, group, micro):
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True)
     assert sync.overlap.is_learning
     run_update(sync, micro, group.rank, 0)
@@ -30,7 +30,7 @@ def test_the_order_is_learnt_in_the_first_window(several, group, micro):
 
 
 @pytest.mark.core
-def test_ranks_whose_gradients_come_in_different_orders(several, group, micro, plain):
+def test_overlap_uses_the_gradient_order_of_rank_0_on_all_ranks(several, group, micro, plain):
     """All ranks use rank 0's order; with different orders, ranks would sum different buckets with each other."""
     micro.is_reversed = group.rank % 2 == 1
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True, bucket_cap_mb=1e-3)
@@ -49,7 +49,7 @@ def test_ranks_whose_gradients_come_in_different_orders(several, group, micro, p
     sync.reduce()
 
 
-def test_buckets_are_under_way_before_the_backward_pass_has_ended(group, micro, sync):
+def test_overlap_exchanges_buckets_during_the_backward_pass(group, micro, sync):
     with sync.backward(1.0):
         gradients = micro.backward(group.rank)
         assert sync.overlap.is_open
@@ -65,14 +65,14 @@ def test_buckets_are_under_way_before_the_backward_pass_has_ended(group, micro, 
 
 
 @pytest.mark.core
-def test_the_same_bits_with_and_without(group, micro, sync, plain):
+def test_overlap_does_not_change_a_bit_of_the_gradients(group, micro, sync, plain):
     for number, weights in enumerate([(1.0,), (2.0, 3.0), (1.0, 0.5 + group.rank, 7.0)]):
         with_overlap = run_update(sync, micro, group.rank, number, weights)
         models.assert_same_sums(with_overlap, run_update(plain, micro, group.rank, number, weights))
     assert sync.overlap.state is OverlapState.ON
 
 
-def test_a_rank_without_a_last_micro_batch(group, micro, sync, plain):
+def test_overlap_gives_the_same_bits_if_a_rank_has_no_last_micro_batch(group, micro, sync, plain):
     weights = (2.0, None if group.rank == 0 else 1.0)
     models.assert_same_sums(
         run_update(sync, micro, group.rank, 1, weights), run_update(plain, micro, group.rank, 1, weights)
@@ -83,14 +83,14 @@ def test_a_rank_without_a_last_micro_batch(group, micro, sync, plain):
     )
 
 
-def test_no_rank_with_a_sample(group, sync, micro, plain):
+def test_an_update_without_samples_on_any_rank_is_refused(group, sync, micro, plain):
     with pytest.raises(ValueError, match="no rank had a sample in this update"):
         sync.reduce()
     models.assert_same_sums(run_update(sync, micro, group.rank, 1), run_update(plain, micro, group.rank, 1))
 
 
 @pytest.mark.core
-def test_auto_measures_and_all_ranks_agree(several, group, micro, plain):
+def test_overlap_auto_measures_and_decides_alike_on_all_ranks(several, group, micro, plain):
     sync = dp.GradientSynchronizer(micro.trainable, group)
     for number in range(2 * TRIAL_PAIRS + 3):
         models.assert_same_sums(
@@ -113,12 +113,12 @@ def test_auto_measures_and_all_ranks_agree(several, group, micro, plain):
         ([0.0, 0.0], [0.0, 0.0], False),
     ],
 )
-def test_overlap_must_pay_beyond_chance(without, overlapped, expected):
+def test_a_speedup_of_overlap_must_exceed_the_noise(without, overlapped, expected):
     assert is_significant_speedup(np.array(without), np.array(overlapped)) is expected
 
 
 @pytest.mark.parametrize("faster", [True, False])
-def test_auto_keeps_the_faster_way(several, group, micro, monkeypatch, faster):
+def test_overlap_auto_keeps_the_faster_setting(several, group, micro, monkeypatch, faster):
     """A fake clock makes the slower way take 3 % longer on one rank; all ranks keep the faster way."""
     now = [0.0]
     monkeypatch.setattr("mindnlp_dp.data_parallel.overlap.time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -133,7 +133,7 @@ def test_auto_keeps_the_faster_way(several, group, micro, monkeypatch, faster):
     assert (sync.overlap.state is OverlapState.ON) == faster
 
 
-def test_hooks_go_with_their_synchroniser(several, group, micro, plain):
+def test_hooks_are_removed_when_the_synchronizer_is_freed(several, group, micro, plain):
     """The hooks and the synchronizer's memory must be freed, because the parameters live longer."""
 
     def window_of_its_own():
@@ -156,7 +156,7 @@ def test_hooks_go_with_their_synchroniser(several, group, micro, plain):
     run_update(plain, micro, group.rank, 1)
 
 
-def test_hooks_hold_on_to_gradients_only_while_they_are_compared(several, group, micro):
+def test_hooks_keep_gradients_only_while_they_are_compared(several, group, micro):
     """A gradient that is kept until the update ends occupies memory that the next gradient could use."""
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap="auto")
     for number in range(1 + 2):
@@ -168,7 +168,7 @@ def test_hooks_hold_on_to_gradients_only_while_they_are_compared(several, group,
         sync.reduce()
 
 
-def test_within_no_sync_nothing_is_sent(group, micro, sync, plain):
+def test_no_sync_accumulates_the_same_gradients_with_and_without_overlap(group, micro, sync, plain):
     for one in (sync, plain):
         with one.no_sync(), one.backward(2.0):
             gradients = micro.backward(group.rank, 1)
@@ -177,7 +177,7 @@ def test_within_no_sync_nothing_is_sent(group, micro, sync, plain):
     models.assert_same_sums(run_update(sync, micro, group.rank, 3), run_update(plain, micro, group.rank, 3))
 
 
-def test_the_model_of_the_quickstart(several, group):
+def test_overlap_does_not_change_a_bit_of_the_gradients_of_roberta(several, group):
     """Every hook of a full RoBERTa fires exactly once, with the gradient that the caller gets."""
     model = models.tiny_roberta(group.rank)
     dp.broadcast_parameters(model)
@@ -208,7 +208,7 @@ def test_the_model_of_the_quickstart(several, group):
     overlap=st.sampled_from([True, "auto"]),
     seed=st.integers(0, 1000),
 )
-def test_any_parameters_and_late_ranks(group, shapes, dtype, cap_kib, num_frozen, steps, overlap, seed):  # noqa: PLR0917
+def test_overlap_matches_the_naive_synchronizer(group, shapes, dtype, cap_kib, num_frozen, steps, overlap, seed):  # noqa: PLR0917
     """Overlap matches the naive synchronizer up to rounding, and exchange after the backward pass to the bit."""
     micro = KnownGradients(shapes, dtype, frozen=range(min(num_frozen, len(shapes) - 1)))
     kinds = {

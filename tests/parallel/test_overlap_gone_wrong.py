@@ -17,7 +17,7 @@ from mindnlp_dp.data_parallel.overlap import OverlapState
 
 @pytest.mark.core
 @pytest.mark.parametrize("before", [(), (2.0,)])
-def test_a_last_micro_step_that_is_skipped_on_one_rank(group, micro, sync, plain, before):
+def test_overlap_excludes_a_last_micro_step_that_one_rank_skips(group, micro, sync, plain, before):
     """Its gradients were already being sent, so the update is exchanged again without them."""
     for number in range(3):
         results = []
@@ -36,7 +36,7 @@ def test_a_last_micro_step_that_is_skipped_on_one_rank(group, micro, sync, plain
     assert sync.overlap.state is OverlapState.ON
 
 
-def test_all_ranks_skip(group, micro, sync):
+def test_overlap_gives_no_gradients_if_all_ranks_skip(group, micro, sync):
     with sync.backward(1.0):
         micro.backward(group.rank)
     sync.skip()
@@ -44,7 +44,7 @@ def test_all_ranks_skip(group, micro, sync):
 
 
 @pytest.mark.parametrize("how", ["replaced", "missing", "weight", "late", "twice"])
-def test_gradients_that_are_not_what_the_hooks_saw(group, micro, sync, plain, how):
+def test_overlap_turns_off_if_gradients_differ_from_those_of_the_hooks(group, micro, sync, plain, how):
     """The gradients that the caller passes are exchanged; then overlap is off on all ranks, with the reason."""
     results = []
     is_here = group.rank == group.world_size - 1
@@ -76,7 +76,7 @@ def test_gradients_that_are_not_what_the_hooks_saw(group, micro, sync, plain, ho
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced"])
-def test_gradients_that_the_caller_changes_are_seen_while_learning(several, group, micro, plain, how):
+def test_overlap_detects_changed_gradients_in_its_first_update(several, group, micro, plain, how):
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True)
     results = []
     for one in (sync, plain):
@@ -132,7 +132,7 @@ def clipped(gradients):
 @pytest.mark.core
 @pytest.mark.parametrize("change", [one_element, one_row, all_signs, clipped])
 @pytest.mark.parametrize("number", [1, 6])
-def test_gradients_changed_in_place_in_any_window_are_exchanged_as_they_are(group, micro, sync, change, number):
+def test_overlap_exchanges_gradients_changed_in_place_in_any_update(group, micro, sync, change, number):
     """One rank changes them, even in a late update; the result equals an exchange after the backward pass."""
     plain = dp.GradientSynchronizer(micro.trainable, group, overlap=False)
     for before in range(number):
@@ -153,7 +153,7 @@ def test_gradients_changed_in_place_in_any_window_are_exchanged_as_they_are(grou
     assert sync.overlap.off_reason == f"{changed}"
 
 
-def test_a_trainer_that_masks_its_gradients_from_some_update_on(several, group, tmp_path):
+def test_overlap_trains_the_same_bits_if_a_trainer_masks_gradients_in_place(several, group, tmp_path):
     class Masks(dp.DataParallelTrainer):
         def training_step(self, model, inputs):
             loss = super().training_step(model, inputs)
@@ -173,7 +173,7 @@ def test_a_trainer_that_masks_its_gradients_from_some_update_on(several, group, 
     models.assert_same_sums(trained[0].values(), trained[1].values())
 
 
-def test_a_hook_that_fails_takes_notes(group, micro, sync, plain, monkeypatch):
+def test_a_failed_hook_turns_overlap_off_and_does_not_change_the_gradients(group, micro, sync, plain, monkeypatch):
     """A hook records its error instead of raising it, because raising would break the function that calls it."""
     kind = type(sync.buckets[0])
     put, calls = kind.put, []
@@ -200,7 +200,7 @@ def mended(group):
 
 
 @pytest.mark.usefixtures("mended")
-def test_an_exception_in_the_backward_pass_leaves_no_thread_and_no_half_window(group, micro, sync):
+def test_an_exception_in_the_backward_pass_stops_the_thread_and_refuses_later_calls(group, micro, sync):
     with pytest.raises(KeyError), sync.backward(1.0):
         micro.backward(group.rank)
         raise KeyError("lost")
@@ -211,7 +211,7 @@ def test_an_exception_in_the_backward_pass_leaves_no_thread_and_no_half_window(g
             call()
 
 
-def test_an_exception_while_nothing_is_under_way_drops_the_window(group, micro, plain):
+def test_an_exception_without_overlap_discards_the_accumulated_gradients(group, micro, plain):
     with pytest.raises(KeyError), plain.backward(1.0):
         plain.accumulate(micro.backward(group.rank), 5.0)
         raise KeyError
@@ -220,7 +220,7 @@ def test_an_exception_while_nothing_is_under_way_drops_the_window(group, micro, 
 
 
 @pytest.mark.core
-def test_an_exchange_that_fails_is_an_error_and_no_later_one_begins(group, micro, sync, mended, monkeypatch):
+def test_a_failed_exchange_is_raised_and_refuses_later_exchanges(group, micro, sync, mended, monkeypatch):
     kind = type(sync.buckets[0])
 
     def fail(self, *args):
@@ -246,6 +246,6 @@ def test_a_new_channel_closes_the_old_one_on_every_rank(group, micro, sync):
     if group.is_main:
         sync.channel.abandon(KeyError("lost"))
     newer = dp.GradientSynchronizer(micro.trainable, group, overlap=False)
-    with pytest.raises(RuntimeError, match="left the exchange of an update half way"):
+    with pytest.raises(RuntimeError, match="left the exchange of an update before its end"):
         sync.reduce()
     assert all(gradient is not None for gradient in run_update(newer, micro, group.rank, 1))

@@ -1,4 +1,4 @@
-"""Test Trainers with data loading of the user's own: overridden methods that open data, samples that are not dicts."""
+"""Test Trainers with custom data loading: overridden methods that return data, and samples that are not dicts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Loader:
 @pytest.mark.parametrize(
     ("name", "use"), [("train", "train_dataset"), ("eval", "eval_dataset"), ("test", "predict's data set")]
 )
-def test_a_method_that_returns_a_loader_of_pytorch_gets_one_sentence(group, tmp_path, name, use):
+def test_data_methods_that_return_a_pytorch_loader_are_refused(group, tmp_path, name, use):
     kind = override(name, lambda self, dataset=None: Loader(Rows(4)))
     trainer = kind(tiny_roberta(), dp.DataParallelArguments(str(tmp_path)), train_dataset=Rows(4), eval_dataset=Rows(4))
     call = {"train": trainer.train, "eval": trainer.evaluate, "test": lambda: trainer.predict(Rows(4))}[name]
@@ -46,7 +46,7 @@ def test_a_method_that_returns_a_loader_of_pytorch_gets_one_sentence(group, tmp_
         call()
 
 
-def test_a_loader_of_pytorch_is_not_taken_for_a_data_set(group, tmp_path):
+def test_a_pytorch_loader_is_refused_as_a_data_set(group, tmp_path):
     trainer = dp.DataParallelTrainer(tiny_roberta(), dp.DataParallelArguments(str(tmp_path)))
     with pytest.raises(TypeError, match="a Loader yields batches"):
         trainer.evaluate(Loader(Rows(4)))
@@ -54,7 +54,7 @@ def test_a_loader_of_pytorch_is_not_taken_for_a_data_set(group, tmp_path):
         dp.make_loader(Loader(Rows(4)), 2)
 
 
-def test_methods_that_return_loaders_of_ours_train_and_evaluate_as_in_one_process(group, tmp_path):
+def test_data_methods_that_return_our_loaders_train_and_evaluate_as_in_one_process(group, tmp_path):
     columns = ["input_ids", "attention_mask", "label"]
 
     def open_train(self):
@@ -82,7 +82,7 @@ def group_size():
 
 
 @pytest.mark.skipif(is_0_5, reason="these methods of MindNLP 0.4 return data sets")
-def test_methods_of_mindnlp_0_4_may_return_data_sets(group, tmp_path):
+def test_data_methods_of_mindnlp_0_4_may_return_mindspore_pipelines(group, tmp_path):
     rows = Rows(16)
     source = [(rows.input_ids[i], np.ones(LENGTH, np.int64), rows.labels[i]) for i in range(len(rows))]
 
@@ -102,7 +102,7 @@ METHODS += ["_get_dataloader", "get_batch_samples"] if is_0_5 else ["get_train_d
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_that_are_never_called_are_an_error(group, tmp_path, name):
+def test_overridden_methods_that_are_never_called_are_refused(group, tmp_path, name):
     kind = type("MyTrainer", (dp.DataParallelTrainerMixin, Trainer), {name: lambda self: None})
     with pytest.raises(ValueError, match=f"MyTrainer has its own {name}, which is not called: [a-z ]+"):
         kind(tiny_roberta(), dp.DataParallelArguments(str(tmp_path)), train_dataset=Rows(4))
@@ -191,7 +191,7 @@ def test_objects_are_read_by_their_attributes_without_a_collator(group, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["tuples", "strings", "numbers", "arrays"])
-def test_other_samples_without_a_collator_are_named_in_one_error(group, tmp_path, kind):
+def test_samples_without_columns_are_refused_without_a_collator(group, tmp_path, kind):
     samples = Kind(8, KINDS[kind][0])
     named = {"tuples": "tuple", "strings": "str", "numbers": "int", "arrays": "ndarray"}[kind]
     told = rf"sample \d is a {named}, expected a dict of column names and values \(rank \d\); pass a data_collator"
@@ -201,12 +201,12 @@ def test_other_samples_without_a_collator_are_named_in_one_error(group, tmp_path
         next(dp.make_loader(samples, 2).updates())
 
 
-def test_a_collator_that_returns_no_dict_is_named(group, tmp_path):
+def test_a_collator_that_does_not_return_a_dict_is_refused(group, tmp_path):
     with pytest.raises(TypeError, match="the data_collator returned a tuple, expected a dict"):
         train(tiny_roberta(), Rows(8), tmp_path, data_collator=lambda samples: (1, 2), **SETTINGS)
 
 
-def test_tuples_that_differ_between_ranks_are_named_by_their_item(group, several, tmp_path):
+def test_tuples_that_differ_between_ranks_are_refused_with_the_item(group, several, tmp_path):
     samples = [(index, group.rank if index == 3 else 0) for index in range(4)]
     with pytest.raises(ValueError, match="sample 3 of rank 1 is not that of rank 0: its column 'item 1' holds 1"):
         dp.make_loader(samples, 2, collate=dict)
@@ -214,7 +214,7 @@ def test_tuples_that_differ_between_ranks_are_named_by_their_item(group, several
 
 @pytest.mark.parametrize("value", ["positive", None])
 @pytest.mark.parametrize("name", ["label", "labels"])
-def test_a_label_that_is_not_a_number_is_named_with_its_sample(group, tmp_path, name, value):
+def test_a_label_that_is_not_a_number_is_refused_with_its_sample_number(group, tmp_path, name, value):
     def make(row, index):
         return {"input_ids": row["input_ids"], name: value if index == 3 else row["label"]}
 
@@ -230,7 +230,7 @@ def test_a_label_that_is_not_a_number_is_named_with_its_sample(group, tmp_path, 
             trainer.evaluate(samples)
 
 
-def test_lengths_of_samples_without_columns_are_an_error(group, tmp_path):
+def test_group_by_length_refuses_samples_without_columns(group, tmp_path):
     settings = {"group_by_length": True, "data_collator": list, **SETTINGS}
     with pytest.raises(ValueError, match="samples have none: sample 0 is a tuple; set length_column_name"):
         train(tiny_roberta(), Kind(8, KINDS["tuples"][0]), tmp_path, **settings)

@@ -35,13 +35,13 @@ def part(array, group, dim):
     return np.take(array, range(bounds[group.rank], bounds[group.rank + 1]), axis=dim)
 
 
-def test_copy_to(group):
+def test_copy_to_is_the_identity_and_all_reduces_gradients(group):
     y, gradient = both_ways(lambda x: autograd_ops.copy_to(x, group), of_rank(0), of_rank(group.rank))
     np.testing.assert_array_equal(y, of_rank(0))
     np.testing.assert_allclose(gradient, sum(map(of_rank, range(group.world_size))), atol=1e-6)
 
 
-def test_reduce_from(group):
+def test_reduce_from_sums_outputs_and_passes_gradients_unchanged(group):
     y, gradient = both_ways(lambda x: autograd_ops.reduce_from(x, group), of_rank(group.rank), of_rank(9))
     np.testing.assert_allclose(y, sum(map(of_rank, range(group.world_size))), atol=1e-6)
     np.testing.assert_array_equal(gradient, of_rank(9))
@@ -85,7 +85,7 @@ def counts_of(rank, world_size):
 
 
 @pytest.mark.core
-def test_all_to_all(group):
+def test_all_to_all_exchanges_rows_and_returns_them_in_the_backward_pass(group):
     if group.backend == "mccl" and group.world_size > 1:
         with pytest.raises(NotImplementedError, match="has no all-to-all"):
             group.all_to_all(np.zeros((group.world_size, 2), np.float32), [1] * group.world_size)
@@ -107,14 +107,14 @@ def test_all_to_all(group):
         np.testing.assert_array_equal(gradient, x)
 
 
-def test_all_to_all_with_counts_that_do_not_add_up(group):
+def test_all_to_all_refuses_counts_that_do_not_add_up(group):
     if group.backend == "mccl" and group.world_size > 1:
         pytest.skip("has none")
     with pytest.raises(ValueError, match="all_to_all on rank .*expected .* counts, one for each rank, that add up"):
         group.all_to_all(np.zeros((5, 2), np.float32), [1] * group.world_size if group.world_size != 5 else [2] * 5)
 
 
-def test_groups_of_some_of_the_ranks(group):
+def test_collectives_work_in_subgroups_of_ranks(group):
     """Every collective works in subgroups, and its errors use the given names of ranks."""
     if group.world_size < 2:
         pytest.skip("no parts exist")
@@ -136,7 +136,7 @@ def test_groups_of_some_of_the_ranks(group):
 
 @pytest.mark.core
 @pytest.mark.parametrize("num_classes", [7, 50])
-def test_the_loss_of_a_vocabulary_that_is_cut(group, num_classes):
+def test_vocabulary_parallel_cross_entropy_matches_the_loss_of_one_process(group, num_classes):
     from mindnlp.core.nn import functional
 
     if num_classes < group.world_size:

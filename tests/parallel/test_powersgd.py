@@ -56,20 +56,20 @@ def written_out(world_size, steps):
 
 
 @pytest.mark.core
-def test_it_is_the_papers_algorithm(group, sync):
+def test_powersgd_matches_the_algorithm_of_the_paper(group, sync):
     for step, expected in enumerate(written_out(group.world_size, 5)):
         for mine, result in zip(sync(tensors(gradients(group.rank, step))), expected):
             np.testing.assert_allclose(mine.asnumpy(), result, rtol=1e-3, atol=1e-4)
 
 
-def test_all_ranks_have_the_same_bits(group, sync):
+def test_powersgd_gives_the_same_bits_on_all_ranks(group, sync):
     for step in range(3):
         result = sync(tensors(gradients(group.rank, step)), loss_weight=1.0 + group.rank)
         everyone = group.all_gather_object([gradient.asnumpy().tobytes() for gradient in result])
         assert all(other == everyone[0] for other in everyone)
 
 
-def test_a_gradient_of_low_rank_is_exact(group, sync):
+def test_powersgd_is_exact_for_a_gradient_of_low_rank(group, sync):
     """The gradient of every rank is a multiple of one matrix of rank two."""
     rng = np.random.default_rng(0)
     low = (rng.standard_normal((60, 2)) @ rng.standard_normal((2, 40))).astype(np.float32)
@@ -79,7 +79,7 @@ def test_a_gradient_of_low_rank_is_exact(group, sync):
 
 
 @pytest.mark.core
-def test_what_is_left_out_comes_later(group, sync):
+def test_error_feedback_adds_the_compression_error_to_later_updates(group, sync):
     """The results of all steps plus the ranks' final errors add up to the sum of all gradients."""
     results, sums = 0, 0
     for step in range(6):
@@ -92,21 +92,21 @@ def test_what_is_left_out_comes_later(group, sync):
     np.testing.assert_allclose(results + error, sums, rtol=1e-4, atol=1e-4)
 
 
-def test_vectors_and_small_matrices_are_exact(group, sync):
+def test_powersgd_is_exact_for_vectors_and_small_matrices(group, sync):
     result = sync(tensors(gradients(group.rank, 0)))
     for index in (1, 3, 4):
         expected = np.mean([gradients(rank, 0)[index] for rank in range(group.world_size)], axis=0)
         np.testing.assert_allclose(result[index].asnumpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_bytes_are_those_of_the_factors(group, sync):
+def test_powersgd_counts_the_bytes_of_the_factors(group, sync):
     sync(tensors(gradients(group.rank, 0)))
     factors = RANK * (60 + 40) + RANK * (30 + 50)
     assert sync.num_bytes == 4 * (factors + 7 + 64 + 1)
     assert sync.overlap.off_reason
 
 
-def test_micro_steps_and_a_rank_without_samples(group):
+def test_powersgd_accumulates_micro_steps_and_allows_ranks_without_samples(group):
     whole = dp.GradientSynchronizer(parameters(), group, compression="powersgd", powersgd_rank=RANK)
     parts = dp.GradientSynchronizer(parameters(), group, compression="powersgd", powersgd_rank=RANK)
     mine = gradients(0, 0)
@@ -118,7 +118,7 @@ def test_micro_steps_and_a_rank_without_samples(group):
         np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_matrix_that_nobody_used(group, sync):
+def test_powersgd_returns_no_gradient_for_an_unused_matrix(group, sync):
     mine = gradients(group.rank, 0)
     mine[0] = None
     result = sync(tensors(mine))
@@ -127,7 +127,7 @@ def test_a_matrix_that_nobody_used(group, sync):
     assert 0 not in sync._powersgd._errors
 
 
-def test_forgetting_is_beginning_anew(group, sync):
+def test_reset_error_feedback_restores_the_initial_state(group, sync):
     first = [gradient.asnumpy().copy() for gradient in sync(tensors(gradients(group.rank, 0)))]
     sync(tensors(gradients(group.rank, 1)))
     sync.reset_error_feedback()
@@ -136,7 +136,7 @@ def test_forgetting_is_beginning_anew(group, sync):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_no_number_is_not_remembered(group, sync, bad):
+def test_nan_and_infinity_are_not_kept_in_error_feedback(group, sync, bad):
     """NaN or infinity reaches every rank, where the norm shows it; the next step is not affected."""
     mine = gradients(group.rank, 0)
     if group.rank == group.world_size - 1:
@@ -148,7 +148,7 @@ def test_what_is_no_number_is_not_remembered(group, sync, bad):
     np.testing.assert_array_equal(result[0].asnumpy(), expected[0].asnumpy())
 
 
-def test_a_skipped_window_leaves_errors_alone(group, sync):
+def test_a_skipped_update_does_not_change_error_feedback(group, sync):
     sync(tensors(gradients(group.rank, 0)))
     before = sync._powersgd._errors[0].copy()
     sync.skip()
@@ -156,13 +156,13 @@ def test_a_skipped_window_leaves_errors_alone(group, sync):
     np.testing.assert_array_equal(sync._powersgd._errors[0], before)
 
 
-def test_a_model_without_matrices(group):
+def test_powersgd_averages_a_model_without_matrices(group):
     sync = dp.GradientSynchronizer([mindspore.Tensor(np.zeros(5, np.float32))], group, compression="powersgd")
     (mean,) = sync([mindspore.Tensor(np.full(5, group.rank, np.float32))])
     np.testing.assert_array_equal(mean.asnumpy(), (group.world_size - 1) / 2)
 
 
-def test_a_model_of_nothing_but_matrices(group):
+def test_powersgd_averages_a_model_with_matrices_only(group):
     sync = dp.GradientSynchronizer([mindspore.Tensor(np.zeros((90, 80), np.float32))], group, compression="powersgd")
     assert isinstance(sync._powersgd, PowerSGD)
     (mean,) = sync([mindspore.Tensor(np.full((90, 80), group.rank, np.float32))])
@@ -170,6 +170,6 @@ def test_a_model_of_nothing_but_matrices(group):
 
 
 @pytest.mark.parametrize("rank", [0, -1])
-def test_the_rank_is_checked(group, rank):
+def test_an_invalid_powersgd_rank_is_refused(group, rank):
     with pytest.raises(ValueError, match=f"powersgd_rank must be at least 1, got {rank}"):
         dp.GradientSynchronizer(parameters(), group, compression="powersgd", powersgd_rank=rank)

@@ -1,4 +1,4 @@
-"""Test that recomputing activations changes no bit of the weights, whatever the ranks divide."""
+"""Test that recomputing activations changes no bit of the weights, with any parallelism and zero_stage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize(("kind", "mesh"), cases())  # some are marked as core
-def test_weights_are_the_same_to_the_bit(group, kind, mesh):
+def test_recompute_does_not_change_a_bit_of_the_weights(group, kind, mesh):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
 
     def trained(at_cutting=False, **options):
@@ -55,7 +55,7 @@ def test_weights_are_the_same_to_the_bit(group, kind, mesh):
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, pytest.param(2, marks=pytest.mark.core)])
-def test_updates_that_are_divided_and_overlap(group, tmp_path, zero_stage):
+def test_recompute_does_not_change_a_bit_with_zero_and_overlap(group, tmp_path, zero_stage):
     settings = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "zero_stage": zero_stage, "overlap": True,
         "bucket_cap_mb": 0.002, "seed": 9,
@@ -69,7 +69,7 @@ def test_updates_that_are_divided_and_overlap(group, tmp_path, zero_stage):
 
 
 @pytest.mark.parametrize("mesh", {2: ["dp=2", "tp=2", "pp=2"]}.get(WORLD_SIZE, []))
-def test_a_resumed_run(group, shared_tmp_path, mesh):
+def test_a_resumed_run_with_recompute_has_the_weights_of_an_uninterrupted_one(group, shared_tmp_path, mesh):
     if mesh == "pp=2" and not IS_MPI:
         pytest.skip("MindSpore's CPU library has no messages between two ranks")
     plain = trained_by_trainer(group, mesh, shared_tmp_path / "plain", dropout=0.1)
@@ -81,7 +81,7 @@ def test_a_resumed_run(group, shared_tmp_path, mesh):
 
 
 @needs_mpi
-def test_a_pattern_for_layers_of_another_stage(group):
+def test_enable_recompute_selects_the_layers_of_its_own_pipeline_stage(group):
     if group.world_size != 2:
         pytest.skip("needs two stages")
     mesh = dp.init_device_mesh({"pp": 2})

@@ -1,3 +1,5 @@
+"""Test that all ranks have the same weights and buffers, that differences are reported, and who owns the memory."""
+
 from __future__ import annotations
 
 import mindspore
@@ -42,7 +44,7 @@ def test_ranks_seeded_differently_agree_after_the_broadcast_and_after_training(g
     assert trainer.replica_digest == dp.assert_replicas_in_sync(model)
 
 
-def test_buffers_and_frozen_parameters_are_rank_0s_too(group):
+def test_broadcast_parameters_copies_buffers_and_frozen_parameters_of_rank_0(group):
     model = WithBuffer(group.rank)
     dp.broadcast_parameters(model)
     assert float(model.count) == 0
@@ -67,7 +69,7 @@ def test_the_first_weight_that_differs_is_named_on_every_rank(group):
         dp.assert_replicas_in_sync(model)
 
 
-def test_a_report_tells_of_replicas_that_differ(group, tmp_path):
+def test_a_report_shows_replicas_that_differ(group, tmp_path):
     """One rank's weights change after the last update, where no other check would see it."""
     task = TextClassificationTask({"labels": np.zeros(8)}, {"labels": np.zeros(6)}, ["a", "b", "c"], 0)
     recorder = RunRecorder(task.label_names, num_train=8)
@@ -102,7 +104,7 @@ def test_a_report_tells_of_replicas_that_differ(group, tmp_path):
     assert "not on every process" in page
 
 
-def test_models_that_differ_by_construction_hang_nobody(group):
+def test_broadcast_parameters_refuses_models_of_different_structure_on_all_ranks(group):
     if group.world_size == 1:
         pytest.skip("one replica agrees with itself")
     last = group.world_size - 1
@@ -112,11 +114,11 @@ def test_models_that_differ_by_construction_hang_nobody(group):
         match=rf"rank 0 has 'weight' of shape \(2, 3\) .* where rank {last} has 'weight' of shape \(2, 4\)",
     ):
         dp.broadcast_parameters(nn.Linear(width, 2))
-    with pytest.raises(ReplicaMismatchError, match=f"rank 0 has 'bias' .* which rank {last} lacks"):
+    with pytest.raises(ReplicaMismatchError, match=f"rank 0 has 'bias' .* which rank {last} does not have"):
         dp.broadcast_parameters(nn.Linear(3, 2, bias=group.rank != last))
 
 
-def test_digest_sees_bits_names_and_types():
+def test_replica_digest_depends_on_names_and_bits():
     pairs = [("a", mindspore.Tensor([1.0, 2.0]))]
     digest = dp.replica_digest(pairs)
     assert len(digest) == 16
@@ -142,7 +144,7 @@ def assert_halved(model, before):
         np.testing.assert_array_equal(weight, 0.5 * before[name], err_msg=name)
 
 
-def test_weights_are_each_ranks_own_after_training(group, tmp_path):
+def test_ranks_do_not_share_weight_memory_after_training(group, tmp_path):
     """Ranks of a host share the memory of weights only during training, when all see what one rank writes."""
     trainer = train(tiny_roberta(), Rows(24), tmp_path, per_device_train_batch_size=4)
     assert_halved(trainer.model, halve(trainer.model, group))
@@ -150,7 +152,7 @@ def test_weights_are_each_ranks_own_after_training(group, tmp_path):
     dp.assert_replicas_in_sync(trainer.model)
 
 
-def test_weights_are_each_ranks_own_after_a_training_that_failed(group, tmp_path):
+def test_ranks_do_not_share_weight_memory_after_a_failed_training(group, tmp_path):
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
@@ -162,7 +164,7 @@ def test_weights_are_each_ranks_own_after_a_training_that_failed(group, tmp_path
     assert_halved(model, halve(model, group))
 
 
-def test_weights_are_each_ranks_own_when_a_step_is_dropped(group):
+def test_ranks_do_not_share_weight_memory_after_a_train_step_is_deleted(group):
     model = tiny_roberta()
     parameters = list(model.parameters())
     step = dp.make_train_step(

@@ -48,7 +48,7 @@ def test_random_reshardings_are_exact(group, algorithm):
 
 
 @needs_messages
-def test_a_resharding_is_made_once_and_run_often(group):
+def test_a_resharding_is_reused_for_several_tensors(group):
     everyone = list(range(group.world_size))
     layouts = [MeshLayout(everyone, (group.world_size, 1), spec) for spec in ("S0R", "RS0")]
     resharding = Resharding((6, 10), *layouts, group)
@@ -59,7 +59,7 @@ def test_a_resharding_is_made_once_and_run_often(group):
 
 
 @needs_messages
-def test_a_wrong_tile_is_an_error_on_all_ranks(group):
+def test_a_tile_of_wrong_shape_is_refused_on_all_ranks(group):
     everyone = list(range(group.world_size))
     layouts = [MeshLayout(everyone, (group.world_size, 1), spec) for spec in ("S0R", "RR")]
     resharding = Resharding((2 * group.world_size, 3), *layouts, group)
@@ -71,7 +71,7 @@ def test_a_wrong_tile_is_an_error_on_all_ranks(group):
 
 
 @needs_messages
-def test_wrong_meshes_are_named(group):
+def test_invalid_meshes_of_a_resharding_are_refused(group):
     good = MeshLayout([0], (1, 1), "RR")
     with pytest.raises(ValueError, match="destination: a mesh of \\(1, 2\\) has other ranks"):
         Resharding((2, 2), good, MeshLayout([0], (1, 2), "RR"), group)

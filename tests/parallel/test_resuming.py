@@ -81,7 +81,7 @@ def assert_same_run(resumed, whole):
 
 def pytest_generate_tests(metafunc):
     """Run every test with a sharded update, where each rank saves part of the state; one of them also without."""
-    is_first = metafunc.definition.name == "test_a_stopped_run_ends_like_one_that_was_not"
+    is_first = metafunc.definition.name == "test_a_resumed_run_equals_an_uninterrupted_one"
     stages = [0] if dp.get_process_group().world_size == 1 else [0, 2] if is_first else [2]
     metafunc.parametrize("zero_stage", stages, indirect=True, scope="module")
 
@@ -97,7 +97,7 @@ def whole(group, zero_stage, tmp_path_factory):
 
 
 @pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 exchanges gradients after the backward pass")
-def test_gradients_are_packed_from_the_first_update_on_as_they_were(group, tmp_path_factory):
+def test_a_resumed_run_packs_gradients_in_the_recorded_order(group, tmp_path_factory):
     """The packing order affects the bits of sums that are compressed, or added over three hosts."""
 
     class Orders(TrainerCallback):
@@ -131,7 +131,7 @@ def test_gradients_are_packed_from_the_first_update_on_as_they_were(group, tmp_p
         pytest.param({"compression": "powersgd", "powersgd_rank": 1, "zero_stage": 0}, id="powersgd"),
     ],
 )
-def test_however_gradients_are_exchanged(group, tmp_path_factory, whole, exchange):
+def test_a_run_with_overlap_or_powersgd_resumes_exactly(group, tmp_path_factory, whole, exchange):
     """Overlap learns its order again, with the same result; PowerSGD drops its errors at every save."""
     reference = run(tmp_path_factory.mktemp("reference"), group, **exchange)
     resumed = stopped_and_resumed(tmp_path_factory.mktemp("resumed"), group, 7, **exchange)
@@ -152,13 +152,13 @@ def test_however_gradients_are_exchanged(group, tmp_path_factory, whole, exchang
         15,
     ],
 )
-def test_a_stopped_run_ends_like_one_that_was_not(group, shared_tmp_path, whole, stop_at):
+def test_a_resumed_run_equals_an_uninterrupted_one(group, shared_tmp_path, whole, stop_at):
     assert whole.state.global_step == NUM_STEPS
     resumed = stopped_and_resumed(shared_tmp_path, group, stop_at)
     assert_same_run(resumed, whole)
 
 
-def test_stopped_again_and_again(group, shared_tmp_path, whole):
+def test_a_run_resumed_several_times_equals_an_uninterrupted_one(group, shared_tmp_path, whole):
     for stop_at in (3, 5, 9, 12):
         with pytest.raises(KeyboardInterrupt):
             run(shared_tmp_path, group, stop_at=stop_at, resume=True if stop_at > 3 else None)
@@ -173,7 +173,7 @@ def test_a_finished_run_is_not_trained_further(group, shared_tmp_path, whole):
     assert again.replica_digest == finished.replica_digest == whole.replica_digest
 
 
-def test_more_epochs_than_the_finished_run_had(group, shared_tmp_path):
+def test_a_finished_run_resumes_with_more_epochs(group, shared_tmp_path):
     constant = {"lr_scheduler_type": "constant", "save_strategy": "epoch"}
     long = run(shared_tmp_path / "long", group, **constant)
     run(shared_tmp_path / "short", group, **{**constant, "num_train_epochs": 2})
@@ -182,7 +182,7 @@ def test_more_epochs_than_the_finished_run_had(group, shared_tmp_path):
     assert longer.replica_digest == long.replica_digest
 
 
-def test_numpys_and_pythons_generators_go_on_where_they_were(group, shared_tmp_path):
+def test_a_resumed_run_restores_the_random_masks_of_a_collator(group, shared_tmp_path):
     """A collator with random masks draws the same masks as without the stop."""
 
     def masking(rows):
@@ -195,7 +195,7 @@ def test_numpys_and_pythons_generators_go_on_where_they_were(group, shared_tmp_p
     assert_same_run(resumed, whole)
 
 
-def test_an_iterable_that_draws_at_random(group, shared_tmp_path):
+def test_a_resumed_run_restores_the_random_numbers_of_an_iterable_data_set(group, shared_tmp_path):
     """Reading again up to the position must not advance the random generators."""
 
     class Noisy:
@@ -241,7 +241,7 @@ def decided(group, tmp_path_factory):
 
 # -2 counts from the end, where early stopping has already seen two evaluations without improvement.
 @pytest.mark.parametrize("stop_at", [pytest.param(7, marks=pytest.mark.core), 12, -2])
-def test_decisions_go_on_where_they_were(group, shared_tmp_path, decided, stop_at):
+def test_a_resumed_run_restores_the_scheduler_best_model_and_early_stopping(group, shared_tmp_path, decided, stop_at):
     whole = decided
     stop_at = stop_at if stop_at > 0 else whole.state.global_step + stop_at
     resumed = stopped_and_resumed(shared_tmp_path / "stopped", group, stop_at, callbacks=stopper(), **deciding(group))
@@ -264,7 +264,7 @@ class Silent(TrainerCallback):
     pass
 
 
-def test_a_run_that_was_stopped_and_saved_goes_on_when_it_is_resumed(group, shared_tmp_path, capsys):
+def test_a_run_that_was_stopped_and_saved_resumes_to_its_end(group, shared_tmp_path, capsys):
     whole = run(shared_tmp_path / "whole", group, callbacks=[Silent()])
     assert run(shared_tmp_path / "stopped", group, callbacks=[StopAt4()]).state.global_step == 4
     group.barrier()
@@ -276,7 +276,9 @@ def test_a_run_that_was_stopped_and_saved_goes_on_when_it_is_resumed(group, shar
 
 
 @pytest.mark.parametrize("why", ["its job was restarted", "early stopping"])
-def test_a_stop_that_holds_when_it_is_resumed(group, shared_tmp_path, capsys, monkeypatch, why):
+def test_a_stopped_run_stays_stopped_after_a_job_restart_or_early_stopping(
+    group, shared_tmp_path, capsys, monkeypatch, why
+):
     """A job restarted between its last checkpoint and its end stays stopped; so does one that stopped early."""
     stopper = EarlyStoppingCallback(early_stopping_patience=1)
     if why == "early stopping":
@@ -295,7 +297,7 @@ def test_a_stop_that_holds_when_it_is_resumed(group, shared_tmp_path, capsys, mo
     assert again.replica_digest == stopped.replica_digest
 
 
-def test_other_data_are_refused_and_other_settings_are_named(group, shared_tmp_path):
+def test_resume_refuses_other_data_and_warns_of_other_settings(group, shared_tmp_path):
     run(shared_tmp_path, group, max_steps=2)
     group.barrier()
     for other in (Rows(NUM_SAMPLES, seed=1), Relabelled(NUM_SAMPLES)):
@@ -315,7 +317,7 @@ class Relabelled(Rows):
         return {**row, "label": row["label"] + 1} if index == NUM_SAMPLES - 1 else row
 
 
-def test_an_epoch_that_a_callback_ends(group, shared_tmp_path):
+def test_a_run_resumes_exactly_if_a_callback_ends_epochs(group, shared_tmp_path):
     """The number of updates is then not a multiple of the length of a full epoch."""
 
     class ThreeAnEpoch(TrainerCallback):
@@ -332,7 +334,9 @@ def test_an_epoch_that_a_callback_ends(group, shared_tmp_path):
     ("micro", "steps"),
     [pytest.param(2, 4, marks=pytest.mark.core), pytest.param(3, 3, marks=pytest.mark.slow), (16, 1)],
 )
-def test_another_number_of_ranks_keeps_the_global_batch_and_the_order(group, shared_tmp_path, capsys, micro, steps):
+def test_resume_on_another_number_of_ranks_keeps_the_global_batch_and_the_order(
+    group, shared_tmp_path, capsys, micro, steps
+):
     rows = Rows(NUM_SAMPLES)
     whole = run(shared_tmp_path / "whole", group, rows, dropout=0.0, optim="sgd")
     with pytest.raises(KeyboardInterrupt):
@@ -362,7 +366,7 @@ def test_another_number_of_ranks_keeps_the_global_batch_and_the_order(group, sha
         ({"optim": "sgd"}, None),
     ],
 )  # fmt: skip
-def test_a_run_that_cannot_be_taken_up_exactly_says_why(group, shared_tmp_path, change, message):
+def test_resume_refuses_other_data_settings_and_accepts_another_optimizer(group, shared_tmp_path, change, message):
     run(shared_tmp_path, group, max_steps=2)
     group.barrier()
     if message is None:  # another optimizer loads the state and ignores entries that it does not know
@@ -376,7 +380,7 @@ def test_a_run_that_cannot_be_taken_up_exactly_says_why(group, shared_tmp_path, 
 
 @pytest.mark.parametrize("sharded_checkpoints", [False, True])
 @pytest.mark.parametrize("stop_at", [pytest.param(5, marks=pytest.mark.core), 12])
-def test_checkpoints_that_a_thread_writes(group, shared_tmp_path, whole, stop_at, sharded_checkpoints):
+def test_a_run_resumes_exactly_from_async_checkpoints(group, shared_tmp_path, whole, stop_at, sharded_checkpoints):
     resumed = stopped_and_resumed(
         shared_tmp_path, group, stop_at, async_save=True, sharded_checkpoints=sharded_checkpoints
     )
@@ -385,7 +389,7 @@ def test_checkpoints_that_a_thread_writes(group, shared_tmp_path, whole, stop_at
 
 
 @pytest.mark.core
-def test_checkpoints_that_every_rank_writes(group, shared_tmp_path, whole):
+def test_a_run_resumes_exactly_from_sharded_checkpoints(group, shared_tmp_path, whole):
     resumed = stopped_and_resumed(shared_tmp_path / "sharded", group, 5, sharded_checkpoints=True)
     assert_same_run(resumed, whole)
     run(shared_tmp_path / "one", group, max_steps=2)
@@ -407,7 +411,7 @@ def test_checkpoints_that_every_rank_writes(group, shared_tmp_path, whole):
 
 @pytest.mark.core
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_rank_that_cannot_write_its_shard_fails_on_every_rank(group, shared_tmp_path, monkeypatch, is_async):
+def test_a_failed_write_of_a_checkpoint_shard_is_raised_on_every_rank(group, shared_tmp_path, monkeypatch, is_async):
     if group.world_size == 1:
         pytest.skip("one rank shards nothing")
 
@@ -431,7 +435,7 @@ def of_last_rank(group, monkeypatch, put):
         monkeypatch.setattr(collective_save, "_put", put)
 
 
-def test_a_checkpoint_is_complete_when_the_last_rank_has_written_its_shard(group, shared_tmp_path, monkeypatch):
+def test_an_async_checkpoint_is_complete_after_the_last_rank_has_written_its_shard(group, shared_tmp_path, monkeypatch):
     """The last rank's thread writes after update 7, and training continues meanwhile; the ranks agree after each."""
     may_write, seen, put = threading.Event(), {}, collective_save._put
 
@@ -459,7 +463,7 @@ def test_a_checkpoint_is_complete_when_the_last_rank_has_written_its_shard(group
 
 @pytest.mark.core
 @pytest.mark.parametrize("what", ["checkpoint", "shard"])
-def test_a_thread_that_cannot_write_stops_every_rank_at_the_same_update(group, shared_tmp_path, monkeypatch, what):
+def test_a_failed_async_save_stops_every_rank_at_the_same_update(group, shared_tmp_path, monkeypatch, what):
     """Rank 0 cannot put ``checkpoint-2`` together, or the last rank cannot put its shard there, before update 3 ends.
 
     An incomplete checkpoint is dropped, and none is written after it.
@@ -485,7 +489,7 @@ def test_a_thread_that_cannot_write_stops_every_rank_at_the_same_update(group, s
         fails_here, settings = group.is_main, {"async_save": True}
         monkeypatch.setattr(collective_save, "publish_checkpoint", fail)
     with warnings.catch_warnings(), pytest.raises((OSError, RuntimeError), match="the disk is broken"):
-        warnings.filterwarnings("ignore", "the last checkpoint is not complete", RuntimeWarning)
+        warnings.filterwarnings("ignore", "the last checkpoint is incomplete", RuntimeWarning)
         run(shared_tmp_path, group, callbacks=[Watch()], **settings)
     group.barrier()
     assert updates == [1, 2, 3]
@@ -494,7 +498,7 @@ def test_a_thread_that_cannot_write_stops_every_rank_at_the_same_update(group, s
 
 @pytest.mark.core
 @pytest.mark.parametrize("is_there", [False, True])
-def test_an_error_drops_a_checkpoint_that_lacks_a_file(group, shared_tmp_path, monkeypatch, is_there):
+def test_an_error_completes_or_discards_a_pending_async_checkpoint(group, shared_tmp_path, monkeypatch, is_there):
     """All ranks fail in the update after a save; rank 0 completes the checkpoint if the last rank's file is there."""
     if group.world_size == 1:
         pytest.skip("one rank shards nothing")
@@ -522,7 +526,7 @@ def test_an_error_drops_a_checkpoint_that_lacks_a_file(group, shared_tmp_path, m
     with warnings.catch_warnings(record=True) as caught, pytest.raises(ValueError, match="a callback has failed"):
         warnings.simplefilter("always")
         run(shared_tmp_path, group, callbacks=[Fail()], **SHARDED_IN_BACKGROUND)
-    is_told = any("is not complete, and dropped: FileNotFoundError" in str(warning.message) for warning in caught)
+    is_told = any("is incomplete and was removed: FileNotFoundError" in str(warning.message) for warning in caught)
     assert is_told == (not is_there and (group.is_main or group.rank == group.world_size - 1))
     group.barrier()
     assert [path.name for path in checkpoints_in(shared_tmp_path)] == (["checkpoint-2"] if is_there else [])
@@ -533,7 +537,7 @@ def test_an_error_drops_a_checkpoint_that_lacks_a_file(group, shared_tmp_path, m
 
 
 @pytest.mark.core
-def test_a_damaged_checkpoint_is_passed_over(group, shared_tmp_path):
+def test_resume_skips_a_damaged_checkpoint(group, shared_tmp_path):
     run(shared_tmp_path, group, max_steps=6)
     group.barrier()
     if group.is_main:
@@ -546,7 +550,7 @@ def test_a_damaged_checkpoint_is_passed_over(group, shared_tmp_path):
             resumed = run(shared_tmp_path, group, max_steps=2, resume=True)
         text = "\n".join(str(warning.message) for warning in caught)
         assert "checkpoint-6 is damaged: state.safetensors has" in text
-        assert "checkpoint-4 is damaged: model.safetensors is missing; it is passed over for checkpoint-2" in text
+        assert "checkpoint-4 is damaged: model.safetensors is missing; it is skipped, and checkpoint-2 is used" in text
     else:
         resumed = run(shared_tmp_path, group, max_steps=2, resume=True)
     assert resumed.state.global_step == 2
@@ -557,7 +561,7 @@ def test_a_damaged_checkpoint_is_passed_over(group, shared_tmp_path):
         run(shared_tmp_path / "none", group, resume=True)
 
 
-def test_a_new_run_in_an_old_folder_is_warned(group, shared_tmp_path):
+def test_a_new_run_in_a_folder_with_checkpoints_gives_a_warning(group, shared_tmp_path):
     run(shared_tmp_path, group, max_steps=2)
     group.barrier()
     if group.is_main:
@@ -568,7 +572,7 @@ def test_a_new_run_in_an_old_folder_is_warned(group, shared_tmp_path):
 
 
 @pytest.mark.parametrize("rows", ["indexed", "pipeline", "batched pipeline"])
-def test_a_global_batch_that_was_set_is_that_of_any_number_of_ranks(group, shared_tmp_path, rows):
+def test_global_batch_size_is_the_same_on_any_number_of_ranks(group, shared_tmp_path, rows):
     """This includes pipelines: unbatched ones are batched, and batched ones keep their batches."""
     samples = Rows(NUM_SAMPLES)
 
@@ -589,5 +593,5 @@ def test_a_global_batch_that_was_set_is_that_of_any_number_of_ranks(group, share
     for name, weight in weights(whole.model).items():
         np.testing.assert_allclose(weights(together.model)[name], weight, rtol=0, atol=2e-6, err_msg=name)
     if rows == "batched pipeline":
-        with pytest.raises(ValueError, match="10 samples cannot be made of this pipeline's batches of 4"):
+        with pytest.raises(ValueError, match="10 samples is not a multiple of this pipeline's batches of 4"):
             run(shared_tmp_path / "wrong", group, data(), **{**common, "global_batch_size": 10})

@@ -1,4 +1,4 @@
-"""Test sequence parallelism: ranks that have parts of the same rows train what one process trains."""
+"""Test sequence parallelism: ranks that split the tokens of the same rows train the weights of one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("kind", "mesh"), cases())
-def test_a_decoder_trains_what_one_process_trains(group, kind, mesh):
+def test_sequence_parallelism_trains_a_decoder_like_one_process(group, kind, mesh):
     """Under sp=4, some of these models have two heads of keys and values, and two ranks have copies of each."""
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build(kind), mesh)
@@ -99,14 +99,14 @@ def compare(make, batches, tolerance=3e-6, mesh=None, **options):
 @pytest.mark.core
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("lengths", [[16, 9, 11, 5], [15, 15, 15], [2, 2, 1]])
-def test_rows_of_any_length_padded_or_packed(group, is_packed, lengths):
+def test_sequence_parallelism_matches_one_process_for_padded_and_packed_rows(group, is_packed, lengths):
     """The longest rows have an odd length, or there are as few tokens as ranks."""
     if is_packed and max(lengths) < 5:
         pytest.skip("a row of two tokens has one text")
     compare(lambda: build("llama"), [rows_of(lengths, is_packed=is_packed), rows_of([13, 4], is_packed=is_packed)])
 
 
-def test_labels_that_are_all_on_one_rank(group):
+def test_sequence_parallelism_matches_one_process_if_one_rank_has_all_labels(group):
     """The first half of each row has no label, so the first rank's tokens have no loss; then there is one label."""
     one = rows_of([12, 12])
     one["labels"][:] = -100
@@ -114,14 +114,24 @@ def test_labels_that_are_all_on_one_rank(group):
     compare(lambda: build("llama"), [rows_of([12, 12], first_label=8), one])
 
 
-def test_a_rank_without_rows(group):
+def test_sequence_parallelism_matches_one_process_if_a_rank_has_no_rows(group):
     """One row, which the first of the data-parallel ranks has."""
     compare(lambda: build("gpt2"), [rows_of([9]), rows_of([8, 9])])
 
 
 @needs_two
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_muon_trains_like_one_process_with_sequence_parallelism(group, zero_stage):
+    mesh = make_mesh()
+    model = dp.parallelize(build("llama"), mesh)
+    step = train(model, "llama", pieces_of(mesh, 2), zero_stage=zero_stage, optimizer="muon")
+    assert_close(model, "llama", 5e-6, optimizer="muon")
+    np.testing.assert_allclose(step.norms, of_one_process("llama", optimizer="muon")[1], rtol=2e-5)
+
+
+@needs_two
 @pytest.mark.parametrize("options", [{"recompute": True}, {"zero_stage": 2}, {"zero_stage": 1}])
-def test_recomputed_layers_and_sharded_updates_change_no_bit(group, options):
+def test_recompute_and_zero_do_not_change_a_bit_with_sequence_parallelism(group, options):
     def trained(**options):
         model = dp.parallelize(build("llama", dropout=0.1), make_mesh())
         train_on(model, [rows_of([12, 7]), rows_of([9, 9])], **options)
@@ -133,7 +143,7 @@ def test_recomputed_layers_and_sharded_updates_change_no_bit(group, options):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "llama, LoRA", "masked"])
-def test_dropout_is_that_of_one_process(group, kind, recwarn):
+def test_dropout_with_sequence_parallelism_is_that_of_one_process(group, kind, recwarn):
     """Hidden states drop a rank's tokens, attention a rank's heads, and adapters the tokens that they project."""
     rng = np.random.default_rng(2)
     rows = [{"input_ids": ids, "labels": ids, "texts": 0 * ids} for ids in (rng.integers(3, VOCAB, n) for n in LENGTHS)]
@@ -158,7 +168,7 @@ def test_dropout_is_that_of_one_process(group, kind, recwarn):
 
 
 @needs_two
-def test_dropout_per_rank_draws_other_masks_on_each_rank(group):
+def test_dropout_per_rank_gives_finite_losses_with_sequence_parallelism(group):
     model = dp.parallelize(build("gpt2", dropout=0.5), make_mesh())
     row = rows_of([12])
     same = {name: np.repeat(x[:, :6], 2, 1) if name != "attention_mask" else x for name, x in row.items()}
@@ -167,7 +177,7 @@ def test_dropout_per_rank_draws_other_masks_on_each_rank(group):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_fused_loss_is_computed_from_each_ranks_tokens(group, kind, monkeypatch):
+def test_fused_cross_entropy_uses_only_the_tokens_of_each_rank(group, kind, monkeypatch):
     from mindnlp_dp.kernels import functions
 
     seen, fused = [], functions.linear_cross_entropy
@@ -199,7 +209,7 @@ def test_the_output_layer_alone_returns_the_logits_of_all_tokens(group):
     np.testing.assert_allclose(logits.asnumpy(), model(input_ids=ids)["logits"].asnumpy(), atol=1e-6)
 
 
-def test_a_custom_loss_of_the_logits(group):
+def test_a_custom_loss_of_the_logits_trains_like_one_process(group):
     """Without labels the model returns the logits of all tokens, and their gradients reach all ranks' tokens."""
 
     def loss_of(model, **inputs):
@@ -229,7 +239,7 @@ def test_a_custom_loss_of_the_logits(group):
 
 
 @pytest.mark.core
-def test_the_trainer_evaluates_and_predicts_whole_rows(group, tmp_path):
+def test_the_trainer_evaluates_and_predicts_full_rows_with_sequence_parallelism(group, tmp_path):
     """The last batch is not full; metrics see the logits of all rows, in their order."""
 
     def evaluated(parallel):
@@ -270,7 +280,7 @@ def test_a_run_is_resumed_on_meshes_with_and_without_sp(group, shared_tmp_path):
 
 
 @needs_two
-def test_attention_that_reads_the_values_of_its_input_has_a_loss_that_is_no_number(group):
+def test_attention_that_reads_its_input_values_gives_a_nan_loss(group):
     """What a module reads of its input under sp is a placeholder of NaN; a shortcut in attention reads it."""
     model = build("llama")
     attention = type(model.model.layers[1].self_attn)
@@ -290,7 +300,7 @@ def test_attention_that_reads_the_values_of_its_input_has_a_loss_that_is_no_numb
 
 @needs_two
 @pytest.mark.core
-def test_a_wrong_plan_is_found_by_the_check(group):
+def test_the_plan_check_refuses_a_wrong_sequence_parallel_plan(group):
     """Queries that no layer exchanges have another shape, and values that are exchanged twice another order."""
     stock = plan_for(build("llama")).tensor
     layers = {pattern: style for pattern, style in stock.layers.items() if "k_proj" not in pattern}
@@ -305,7 +315,7 @@ def test_a_wrong_plan_is_found_by_the_check(group):
 
 
 @needs_two
-def test_what_sequence_parallelism_cannot_do_is_refused(group):
+def test_models_and_inputs_unsupported_by_sequence_parallelism_are_refused(group):
     mesh = make_mesh()
     for kind, config, says in (
         ("t5", {}, "has an encoder and a decoder; use tp or dp"),
@@ -317,7 +327,7 @@ def test_what_sequence_parallelism_cannot_do_is_refused(group):
             dp.parallelize(build(kind, **config), mesh)
     model = dp.parallelize(build("llama"), mesh)
     row = {"input_ids": Tensor(np.ones((1, 1), np.int64))}
-    with pytest.raises(ValueError, match="sp=2 needs rows of as many tokens, got a batch of length 1"):
+    with pytest.raises(ValueError, match="sp=2 needs rows of at least 2 tokens, got a batch of length 1"):
         model(**row)
     row["input_ids"] = Tensor(np.ones((1, LENGTH), np.int64))
     with pytest.raises(ValueError, match="sp does not support output_attentions"):
@@ -331,14 +341,14 @@ def test_what_sequence_parallelism_cannot_do_is_refused(group):
 def test_sp_is_refused_with_pp_and_with_tp_and_lora_dropout(group):
     with pytest.raises(ValueError, match="tp and sp together do not support the dropout of adapters"):
         dp.parallelize(build(f"llama{LORA}", dropout=0.1), dp.init_device_mesh({"sp": 2, "tp": 2}))
-    with pytest.raises(ValueError, match="stages and parts of rows cannot be combined yet"):
+    with pytest.raises(ValueError, match="pp and sp together are not supported yet"):
         dp.parallelize(build("llama"), dp.init_device_mesh({"pp": 2, "sp": 2}))
     with pytest.raises(ValueError, match="the sizes of dp and tp may differ by stage, that of sp may not"):
         dp.init_device_mesh({"pp": 2, "sp": (2, 1)})
 
 
 @needs_two
-def test_gradients_are_exchanged_during_the_backward_pass(group, capsys):
+def test_overlap_stays_on_with_sequence_parallelism(group, capsys):
     """The exchange counts the same weights during the backward pass as after it: no update is exchanged again."""
     model = dp.parallelize(build("llama"), make_mesh())
     model.set_train(True)

@@ -44,7 +44,7 @@ def test_slices_cover_everything_once_and_begin_at_cache_lines(numel, num_slices
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "int8", "bool"])
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 @pytest.mark.parametrize("numel", [70_000, 262_144, 262_145, 1_000_003])
-def test_all_reduce_of_any_size_is_mpis(group, comm, dtype, op, numel):
+def test_all_reduce_in_shared_memory_is_exact_for_any_size(group, comm, dtype, op, numel):
     everyone = [np.random.default_rng(rank).integers(-20, 20, numel) for rank in range(group.world_size)]
     everyone = np.stack(everyone).astype(dtype)
     add = everyone.any(0) if dtype == "bool" else everyone.sum(0, dtype=dtype)
@@ -54,7 +54,7 @@ def test_all_reduce_of_any_size_is_mpis(group, comm, dtype, op, numel):
         np.testing.assert_array_equal(group.all_reduce(x, op), expected[op])
 
 
-def test_ranks_that_arrive_late_change_nothing(group):
+def test_late_ranks_do_not_change_the_result_of_all_reduce(group):
     """An early rank must not overwrite data that a late rank still reads."""
     import random
     import time
@@ -68,7 +68,7 @@ def test_ranks_that_arrive_late_change_nothing(group):
         assert (total == number * size + size * (size - 1) / 2).all()
 
 
-def test_buckets_of_late_ranks(group):
+def test_late_ranks_do_not_change_averaged_gradients(group):
     import random
     import time
 
@@ -87,7 +87,7 @@ def test_buckets_of_late_ranks(group):
             np.testing.assert_array_equal(gradient.asnumpy(), np.float32(number + (group.world_size - 1) / 2))
 
 
-def test_nobody_begins_the_next_window_while_a_rank_still_reads_this_one(group, monkeypatch):
+def test_no_rank_overwrites_a_bucket_while_another_rank_reads_it(group, monkeypatch):
     import time
 
     import mindspore
@@ -106,7 +106,7 @@ def test_nobody_begins_the_next_window_while_a_rank_still_reads_this_one(group, 
         assert (gradient.asnumpy() == number).all()
 
 
-def test_where_slices_begin_makes_no_difference(group):
+def test_the_bucket_size_does_not_change_a_bit_of_the_gradients(group):
     """Sums are added in rank order, so their bits do not depend on the bucket size."""
     import mindspore
 
@@ -125,7 +125,7 @@ def test_where_slices_begin_makes_no_difference(group):
 
 
 @pytest.mark.core
-def test_results_are_private_memory(group):
+def test_averaged_gradients_are_in_private_memory(group):
     """Clipping in place on one rank is not visible to other ranks, and no later exchange changes its result."""
     import mindspore
 
@@ -139,7 +139,7 @@ def test_results_are_private_memory(group):
     assert (first.asnumpy() == group.rank + 5).all()
 
 
-def test_nothing_is_left_open(group, comm):
+def test_shared_memory_closes_its_file_descriptors(group, comm):
     before = len(os.listdir("/proc/self/fd"))
     rows = allocate_shared_rows(comm, 1000)
     assert rows.shape == (group.world_size, 1024)
@@ -150,7 +150,7 @@ def test_nothing_is_left_open(group, comm):
 
 @pytest.mark.core
 @pytest.mark.parametrize("where", ["memfd_create", "posix_fallocate", "open"])
-def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monkeypatch, capsys, where):
+def test_mpi_exchanges_gradients_without_shared_memory_and_prints_it_once(group, comm, monkeypatch, capsys, where):
     """The rank that creates the memory gets none, or one other rank may not open it."""
     if group.world_size == 1:
         pytest.skip("one rank shares with no other")
@@ -182,7 +182,7 @@ def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monk
     is_patient=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_hosts_of_two_ranks(group, numel, dtype, compression, skip_zeros, is_patient, seed):  # noqa: PLR0917
+def test_two_hosts_of_two_ranks_exchange_exact_sums(group, numel, dtype, compression, skip_zeros, is_patient, seed):  # noqa: PLR0917
     """Four ranks act as two hosts: slices are summed within a host, then exchanged between the hosts."""
     from mpi4py import MPI
 

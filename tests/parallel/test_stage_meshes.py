@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 
-def test_the_mesh(group):
+def test_a_mesh_with_sizes_by_stage_has_the_right_groups(group):
     mesh = dp.init_device_mesh(parse_mesh(MIXED))
     assert str(mesh) == "pp=2, dp=2|1, tp=1|2"
     assert mesh.stages == [(2, 1), (1, 2)]
@@ -57,17 +57,20 @@ def test_the_mesh(group):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"pp": 2, "dp": (2, 1)}, r"pp=2 x dp=2\|1 does not make 4 ranks, .* by stage, and stages add up"),
+        (
+            {"pp": 2, "dp": (2, 1)},
+            r"pp=2 x dp=2\|1 does not match the 4 ranks of this job .* by stage, and stages add up",
+        ),
         ({"pp": 3, "dp": (2, 1, 1), "tp": (1, 2)}, r"tp=1\|2 has 2 stages, and pp=3"),
         ({"dp": (2, 2)}, r"dp=2\|2 has 2 stages, and pp=1"),
         ({"pp": 2, "ep": (2, 1)}, "the sizes of dp and tp may differ by stage, that of ep may not"),
-        ({"pp": 2, "dp": (2, 0)}, r"sizes by stage are whole numbers from 1 on, got dp=2\|0"),
+        ({"pp": 2, "dp": (2, 0)}, r"sizes by stage are whole numbers of at least 1, got dp=2\|0"),
         ({"pp": 2, "dp": (2, "x")}, "sizes by stage are whole numbers"),
         ({"pp": 2, "dp": (2, 1), "tp": -1}, "leave no axis to be inferred; tp is -1"),
         ({"pp": -1, "dp": (2, 1), "tp": (1, 2)}, "has 2 stages, and pp=-1"),
     ],
 )
-def test_meshes_that_cannot_be(sizes, message):
+def test_invalid_meshes_with_sizes_by_stage_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         dp.init_device_mesh(sizes)
 
@@ -75,7 +78,7 @@ def test_meshes_that_cannot_be(sizes, message):
 @pytest.mark.core
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("mesh", [MIXED, BACK, UNEVEN])
-def test_ragged_micro_batches_and_a_divided_update(mesh, zero_stage):
+def test_stages_with_different_meshes_train_like_one_process_with_any_zero_stage(mesh, zero_stage):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build("masked"), mesh, layers_per_stage=[1, 3])
     train(model, "masked", lambda columns: [rows(columns, 0, 5), rows(columns, 5, 8)], zero_stage=zero_stage)
@@ -84,8 +87,8 @@ def test_ragged_micro_batches_and_a_divided_update(mesh, zero_stage):
 
 
 @pytest.mark.parametrize("mesh", [MIXED, BACK, UNEVEN])
-def test_rows_that_weigh_differently_and_some_that_weigh_nothing(mesh):
-    """Rows weigh by their labelled tokens; a shard of a micro-batch may have none, and its mean is 0 / 0."""
+def test_rows_with_different_and_zero_loss_weights_train_like_one_process(mesh):
+    """Rows weigh by their labeled tokens; a shard of a micro-batch may have none, and its mean is 0 / 0."""
     columns = batch("gpt2", 8)
     columns["labels"][1, 3:] = -100
     columns["labels"][4:6] = -100
@@ -126,7 +129,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("loss_weight_of", WEIGHTS.values(), ids=WEIGHTS)
-def test_weights_that_do_not_add_up_say_what_micro_batches_count(loss_weight_of):
+def test_loss_weights_that_do_not_add_up_by_rows_apply_to_micro_batches(loss_weight_of):
     """Such weights apply to micro-batches, not to rows; the weights of all their shards may be 0."""
     columns = batch("bert", 8)
 
@@ -150,7 +153,7 @@ def test_weights_that_do_not_add_up_say_what_micro_batches_count(loss_weight_of)
 
 
 @pytest.mark.parametrize("mesh", [MIXED, BACK])
-def test_a_model_that_does_not_keep_rows_is_refused(mesh):
+def test_a_model_that_changes_the_number_of_rows_is_refused(mesh):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build("gpt2"), mesh)
     parameters = list(model.parameters())
@@ -167,7 +170,7 @@ def np_rows(x):
     return x[: max(1, x.shape[0] // 2)]
 
 
-def test_a_loss_that_is_no_number_in_one_share(group):
+def test_a_nan_loss_in_one_shard_skips_the_micro_batch_on_every_rank(group):
     """The full micro-batch is left out on every rank."""
     mesh = dp.init_device_mesh(parse_mesh(BACK))
     columns = batch("bert", 8)
@@ -197,7 +200,7 @@ def test_a_loss_that_is_no_number_in_one_share(group):
         np.testing.assert_array_equal(poisoned[name], weight, err_msg=name)
 
 
-def test_who_shares_out_a_micro_batch_draws_apart(group):
+def test_dropout_masks_differ_between_ranks_that_split_a_micro_batch(group):
     mesh = dp.init_device_mesh(parse_mesh(MIXED))
     model = dp.parallelize(build("bert", dropout=0.3), mesh)
     seen = []
@@ -211,7 +214,7 @@ def test_who_shares_out_a_micro_batch_draws_apart(group):
         assert (masks[one] == masks[other]).all() == ((one, other) == (2, 3))
 
 
-def test_what_some_stages_cannot_is_heard_on_all_ranks(group):
+def test_settings_unsupported_by_one_stage_are_refused_on_all_ranks(group):
     mesh = dp.init_device_mesh({"pp": 2, "dp": (1, 1), "tp": (1, 3)})
     with pytest.raises(ValueError, match=r"which tp=3 does not divide"):
         dp.parallelize(build("bert"), mesh)
@@ -223,7 +226,7 @@ def test_what_some_stages_cannot_is_heard_on_all_ranks(group):
 
 
 @pytest.mark.core
-def test_a_run_of_the_trainer_is_taken_up_on_another_mesh(group, shared_tmp_path):
+def test_a_trainer_run_is_resumed_on_another_mesh(group, shared_tmp_path):
     whole = trained_by_trainer(group, "dp=2,tp=2", shared_tmp_path / "whole")
     meshes = [MIXED, "pp=2,tp=2", UNEVEN, "dp=2,tp=2", MIXED]
     for number, (first, second) in enumerate(zip(meshes, meshes[1:])):
@@ -231,7 +234,7 @@ def test_a_run_of_the_trainer_is_taken_up_on_another_mesh(group, shared_tmp_path
         assert_taken_up(group, first, second, shared_tmp_path / str(number), whole, **settings)
 
 
-def test_weights_of_shares_that_fail_on_some_ranks_only(group):
+def test_a_loss_weight_function_that_fails_on_one_rank_is_an_error_on_all_ranks(group):
     mesh = dp.init_device_mesh(parse_mesh(MIXED))
     model = dp.parallelize(build("gpt2"), mesh)
     parameters = list(model.parameters())
@@ -249,7 +252,7 @@ def test_weights_of_shares_that_fail_on_some_ranks_only(group):
     group.barrier()
 
 
-def test_a_run_that_is_taken_up_on_its_own_mesh_is_the_same_to_the_bit(group, shared_tmp_path):
+def test_a_run_resumed_on_the_same_mesh_equals_an_uninterrupted_one(group, shared_tmp_path):
     """The model has tied weights, dropout, and optimizer state that stages share."""
 
     def run(folder, stop_after=None):

@@ -38,7 +38,7 @@ def lanes_of(events):
 
 
 @pytest.mark.core
-def test_every_rank_every_step_every_stage(group, shared_tmp_path, overlap):
+def test_the_timeline_has_the_spans_of_every_rank_and_update(group, shared_tmp_path, overlap):
     file = shared_tmp_path / "traces" / "run.json"
     run(group, shared_tmp_path / "out", trace=str(file), overlap=overlap)
     group.barrier()
@@ -71,7 +71,7 @@ def test_every_rank_every_step_every_stage(group, shared_tmp_path, overlap):
 
 
 @pytest.mark.core
-def test_a_profile_has_the_operators_of_the_updates_that_were_asked_for(group, shared_tmp_path):
+def test_a_profile_has_the_operators_of_the_requested_updates(group, shared_tmp_path):
     run(group, shared_tmp_path, profile="2:3")
     group.barrier()
     events = json.loads((shared_tmp_path / "profile.json").read_text())["traceEvents"]
@@ -91,16 +91,16 @@ def test_a_profile_has_the_operators_of_the_updates_that_were_asked_for(group, s
             assert by_lane["operators"]
 
 
-def test_kernels_are_as_they_were_after_a_profile(group, shared_tmp_path):
+def test_a_profile_restores_the_kernels_it_wrapped(group, shared_tmp_path):
     before = [vars(functions._Linear)[way] for way in ("forward", "backward")]
     with pytest.raises(KeyboardInterrupt):
         run(group, shared_tmp_path, profile="1:2", callbacks=[Stop(1)])
     assert [vars(functions._Linear)[way] for way in ("forward", "backward")] == before
     # A second profile in the same process.
-    test_a_profile_has_the_operators_of_the_updates_that_were_asked_for(group, shared_tmp_path)
+    test_a_profile_has_the_operators_of_the_requested_updates(group, shared_tmp_path)
 
 
-def test_a_profile_stays_there_when_its_run_fails_later_and_is_resumed(group, shared_tmp_path):
+def test_a_resumed_run_keeps_the_profile_of_the_failed_run(group, shared_tmp_path):
     settings = {"profile": "1:2", "save_strategy": "steps", "save_steps": 2}
     with pytest.raises(KeyboardInterrupt):
         run(group, shared_tmp_path, callbacks=[Stop(3)], **settings)
@@ -111,19 +111,19 @@ def test_a_profile_stays_there_when_its_run_fails_later_and_is_resumed(group, sh
     assert (shared_tmp_path / "profile.json").read_bytes() == before
 
 
-def test_a_profiler_that_fails_does_not_end_the_run(group, shared_tmp_path, monkeypatch):
+def test_a_failed_profiler_does_not_end_the_run(group, shared_tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("in use")
 
     monkeypatch.setattr(operator_times.mindspore_profiler, "profile", fail)
-    with pytest.warns(RuntimeWarning, match="the profile lacks MindSpore's operators: RuntimeError: in use"):
+    with pytest.warns(RuntimeWarning, match="the profile has no operators of MindSpore: RuntimeError: in use"):
         trainer = run(group, shared_tmp_path, profile="1:2")
     assert trainer.state.global_step == NUM_UPDATES
     group.barrier()
     assert "Linear backward" in (shared_tmp_path / "profile.json").read_text()
 
 
-def test_a_profile_of_updates_that_were_not_made_says_so(group, shared_tmp_path, capsys):
+def test_a_profile_of_updates_outside_the_run_prints_a_message(group, shared_tmp_path, capsys):
     run(group, shared_tmp_path, profile="50:60")
     said = "nothing was profiled: this run made none of the updates 50 to 60"
     assert (said in capsys.readouterr().out) == group.is_main
@@ -137,7 +137,7 @@ def test_a_profile_that_is_not_a_range_is_refused(tmp_path, wrong):
         dp.DataParallelArguments(str(tmp_path), profile="1:2", trace="t.json")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_trained(group, shared_tmp_path):
+def test_a_trace_file_that_is_not_writable_is_an_error(group, shared_tmp_path):
     blocked = shared_tmp_path / "file"
     if group.is_main:
         blocked.write_text("no folder")
@@ -146,7 +146,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_trained(gr
         run(group, shared_tmp_path / "out", trace=str(blocked / "run.json"))
 
 
-def test_memory_is_bounded(group, shared_tmp_path, monkeypatch):
+def test_the_timeline_keeps_a_limited_number_of_spans(group, shared_tmp_path, monkeypatch):
     monkeypatch.setattr(timelines, "MAX_SPANS", 3)
     timeline = StepTimeline(group, str(shared_tmp_path / "run.json"))
     for number in range(5):
@@ -159,7 +159,7 @@ def test_memory_is_bounded(group, shared_tmp_path, monkeypatch):
     assert events[0]["args"]["name"] == "rank 0 (2 later spans were not kept)"
 
 
-def test_without_a_file_nothing_is_kept(group):
+def test_a_timeline_without_a_file_keeps_no_spans(group):
     timeline = StepTimeline(group)
     with timeline.span("nothing"):
         pass
@@ -167,7 +167,7 @@ def test_without_a_file_nothing_is_kept(group):
     assert timeline._spans == []
 
 
-def test_stats_are_a_line_for_each_update(group, shared_tmp_path, capsys):
+def test_sync_stats_prints_a_line_for_each_update(group, shared_tmp_path, capsys):
     run(group, shared_tmp_path / "out", sync_stats=True)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update ")]
     assert len(lines) == (NUM_UPDATES if group.is_main else 0)
@@ -178,7 +178,7 @@ def test_stats_are_a_line_for_each_update(group, shared_tmp_path, capsys):
         assert "ms hidden" in line
 
 
-def test_what_is_exposed_and_what_is_hidden(group, shared_tmp_path):
+def test_exchange_statistics_count_buckets_bytes_and_exposed_seconds(group, shared_tmp_path):
     trainer = run(group, shared_tmp_path / "out", overlap=True, bucket_cap_mb=0.01)
     micro_batches = trainer._synchronizer.last_exchange
     assert micro_batches.num_calls == len(trainer._synchronizer.buckets) > 1

@@ -38,7 +38,7 @@ MOST = 1e-5
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.core] * (name in CORE_HEADS)) for name in HEADS]
 )
-def test_every_head_trains_what_one_process_would(group, tmp_path, name, accumulation_steps):
+def test_every_model_head_trains_like_one_process(group, tmp_path, name, accumulation_steps):
     far, mine, one = together_and_alone(group, tmp_path, name, accumulation_steps)
     assert far < MOST
     for ours, theirs in zip(mine.state.log_history, one.state.log_history):
@@ -57,7 +57,7 @@ CUT = {
 @only_0_4
 @pytest.mark.skipif(dp.get_process_group().backend != "mpi", reason="MindSpore's CPU library has no messages")
 @pytest.mark.parametrize(("mesh", "name"), CUT.get(dp.get_process_group().world_size, []))
-def test_models_that_are_cut(group, tmp_path, mesh, name):
+def test_parallelized_models_with_resized_embeddings_train_like_one_process(group, tmp_path, mesh, name):
     """The embeddings were resized before, which replaces their parameters."""
     model_class = find(name)
     rows = samples(model_class, build(model_class), 40)
@@ -75,7 +75,7 @@ def test_models_that_are_cut(group, tmp_path, mesh, name):
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BartForConditionalGeneration", "BertForMaskedLM"])
-def test_adamw(group, tmp_path, name):
+def test_adamw_trains_token_losses_like_one_process(group, tmp_path, name):
     # With a small epsilon, gradients that are only rounding noise (a key's bias) would become steps of the rate's size.
     far, *_ = together_and_alone(group, tmp_path, name, 2, optim="adamw", learning_rate=1e-3, adam_epsilon=1e-4)
     assert far < MOST
@@ -83,7 +83,7 @@ def test_adamw(group, tmp_path, name):
 
 # Label smoothing does not change question answering.
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForQuestionAnswering"])
-def test_label_smoothing(group, tmp_path, name):
+def test_label_smoothing_trains_like_one_process(group, tmp_path, name):
     far, *_ = together_and_alone(group, tmp_path, name, 1, label_smoothing_factor=0.2)
     assert far < MOST
 
@@ -105,7 +105,7 @@ class Holder:
 @pytest.mark.core
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForTokenClassification", "BertForQuestionAnswering"])
-def test_a_loop_of_ones_own_finds_its_model(group, name, call):
+def test_make_train_step_finds_the_model_and_trains_like_one_process(group, name, call):
     model_class = find(name)
 
     def run(group, num_rows):
@@ -125,7 +125,7 @@ def test_a_loop_of_ones_own_finds_its_model(group, name, call):
     assert distance(mine, expected, weights(build(model_class))) < MOST
 
 
-def test_a_tuple_of_arguments_has_their_names(group):
+def test_a_tuple_batch_is_weighted_by_its_number_of_labels(group):
     model_class = find("GPT2LMHeadModel")
     model = build(model_class)
     columns = samples(model_class, model, 4)
@@ -142,7 +142,7 @@ def test_a_tuple_of_arguments_has_their_names(group):
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration", "BertForQuestionAnswering"])
-def test_an_evaluation_does_not_depend_on_its_batches(group, tmp_path, name):
+def test_the_evaluation_loss_does_not_depend_on_the_batch_size(group, tmp_path, name):
     model_class = find(name)
     model = build(model_class)
     rows = samples(model_class, model, 13)
@@ -176,11 +176,11 @@ class NothingCounts:
 
 @only_0_4
 @pytest.mark.parametrize("zero_stage", [0, 1])
-def test_an_update_in_which_nothing_counts_is_left_out(group, tmp_path, zero_stage):
+def test_an_update_with_ignored_labels_only_is_skipped(group, tmp_path, zero_stage):
     model_class = find("GPT2LMHeadModel")
     rows = NothingCounts(model_class, 2 * group.world_size)
     more = {"num_train_epochs": 1, "dataset_shuffle": False, "zero_stage": zero_stage}
-    with pytest.warns(RuntimeWarning, match="the losses of update 1 weigh nothing on any rank"):
+    with pytest.warns(RuntimeWarning, match="the losses of update 1 have a total weight of 0 on all ranks"):
         mine = train(build(model_class), rows, tmp_path, **settings(group, 1, **more))
     assert mine.state.global_step == 3
     kept = [row for index, row in enumerate(rows) if not 2 * group.world_size <= index < 4 * group.world_size]
@@ -208,7 +208,7 @@ class OwnLossByLabels(OwnLoss):
 
 
 @only_0_4
-def test_a_loss_of_ones_own_is_weighed_by_rows_and_said_so_once(group, tmp_path):
+def test_a_custom_loss_without_loss_weight_gives_one_warning(group, tmp_path):
     model_class = find("GPT2LMHeadModel")
     rows = samples(model_class, build(model_class), 8 * group.world_size)
     cures = "the loss of OwnLoss's own compute_loss is a mean of.*loss_weight.*loss_weight_of=.*count_labels"
@@ -261,7 +261,7 @@ class OwnClassifierLoss(dp.DataParallelTrainer):
 
 
 @pytest.mark.core
-def test_a_loss_that_is_compared_logs_nothing_and_may_count(group, tmp_path, recwarn):
+def test_the_check_of_a_custom_loss_logs_nothing_and_allows_a_loss_that_changes(group, tmp_path, recwarn):
     """The log has a record per update; a loss that changes from call to call is not taken for a wrong mean."""
 
     class Counts(dp.DataParallelTrainer):
@@ -278,7 +278,7 @@ def test_a_loss_that_is_compared_logs_nothing_and_may_count(group, tmp_path, rec
     rows = samples(model_class, build(model_class), 8 * group.world_size)
     trainer = train(build(model_class), rows, tmp_path, Counts, **settings(group, 2))
     assert sum("mine" in row for row in trainer.state.log_history) == trainer.state.global_step * 2
-    assert not [each for each in recwarn if "is not a mean by the weights" in str(each.message)]
+    assert not [each for each in recwarn if "is not a mean with its loss weights" in str(each.message)]
 
 
 class OwnClassifierLossByWeight(OwnClassifierLoss):
@@ -289,7 +289,7 @@ class OwnClassifierLossByWeight(OwnClassifierLoss):
 @pytest.mark.core
 @pytest.mark.parametrize("in_trainer", [True, False])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_that_is_no_mean_over_rows_is_one_warning(group, tmp_path, loss, in_trainer, recwarn):
+def test_a_loss_that_is_not_a_mean_over_rows_gives_one_warning(group, tmp_path, loss, in_trainer, recwarn):
     """Both numbers of the warning are those of the first micro-batch of a rank; a single micro-batch needs none."""
     model_class = find("BertForSequenceClassification")
     model = build(model_class, dropout=0.1)
@@ -314,13 +314,13 @@ def test_a_loss_that_is_no_mean_over_rows_is_one_warning(group, tmp_path, loss, 
             assert all(module.training for module in model.modules())
         if group.world_size > 1:
             break
-    found = [str(each.message) for each in recwarn if "is not a mean by the weights" in str(each.message)]
+    found = [str(each.message) for each in recwarn if "is not a mean with its loss weights" in str(each.message)]
     assert len(found) == int(group.is_main and not LOSSES[loss])
-    assert all("of a micro-batch of 8 rows it is" in each and "weight=class_weights" in each for each in found)
+    assert all("for a micro-batch of 8 rows it is" in each and "weight=class_weights" in each for each in found)
 
 
 @pytest.mark.core
-def test_class_weights_train_what_one_process_would(group, tmp_path):
+def test_class_weights_train_like_one_process(group, tmp_path):
     """The weight of a loss is the sum of its labels' weights; with the number of rows it is another model."""
     name = "BertForSequenceClassification"
     far, *_ = together_and_alone(group, tmp_path, name, 3, OwnClassifierLossByWeight, p=0.1)
@@ -330,7 +330,7 @@ def test_class_weights_train_what_one_process_would(group, tmp_path):
 
 
 @only_0_4
-def test_question_answering_with_outputs_as_a_tuple(group, tmp_path):
+def test_question_answering_with_tuple_outputs_trains_like_one_process(group, tmp_path):
     model_class = find("BertForQuestionAnswering")
     before = weights(build(model_class))
     rows = samples(model_class, build(model_class), 12 * group.world_size + 3)
@@ -354,7 +354,7 @@ def resized(model_class, seed=1, **more):
 
 @pytest.mark.core
 @pytest.mark.parametrize(("name", "is_tied"), RESIZED)
-def test_models_with_resized_embeddings(group, tmp_path, name, is_tied):
+def test_models_with_resized_embeddings_train_like_one_process(group, tmp_path, name, is_tied):
     """The rows have tokens that were added, and heads stay tied to the embeddings, or are resized beside them."""
     model_class, tied = find(name), {"tie_word_embeddings": is_tied}
     rows = samples(model_class, build(model_class), 4 * group.world_size + 3)
@@ -373,7 +373,7 @@ def test_models_with_resized_embeddings(group, tmp_path, name, is_tied):
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_a_custom_loop_with_a_resized_model(group, is_plain):
+def test_a_custom_loop_trains_a_model_with_resized_embeddings(group, is_plain):
     model_class = find("LlamaForCausalLM")
     model = build(model_class)
     rows = samples(model_class, model, 4)
@@ -390,7 +390,7 @@ def test_a_custom_loop_with_a_resized_model(group, is_plain):
     assert step(batch) > step(batch)
 
 
-def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused(group, tmp_path):
+def test_optimizer_parameters_outside_the_model_are_refused(group, tmp_path):
     """Weights that a loss learns are exchanged and saved only as a part of the model."""
     model_class = find("BertForSequenceClassification")
     model, rows = build(model_class), samples(model_class, build(model_class), 4 * group.world_size)
@@ -407,7 +407,7 @@ def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused(group, 
     dp.make_train_step(lambda **inputs: model(**inputs).loss * frozen, optimizer, parameters)
 
 
-def test_a_failure_within_an_update_leaves_no_hook_in_the_model(group):
+def test_a_failed_update_removes_its_hooks_from_the_model(group):
     """Question answering has a hook during an update; the traceback, which a notebook keeps, must not keep it."""
     model_class = find("BertForQuestionAnswering")
     model = build(model_class)

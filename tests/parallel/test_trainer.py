@@ -1,3 +1,5 @@
+"""Test the distributed Trainer: training, evaluation, logs, checkpoints and callbacks on several ranks."""
+
 from __future__ import annotations
 
 import gc
@@ -39,7 +41,7 @@ class MyTrainer(dp.DataParallelTrainerMixin, Trainer):
 
 
 @pytest.mark.skipif(is_0_5, reason="the hook is MindNLP 0.4's")
-def test_the_hook_called_directly_averages_every_gradient(group, tmp_path):
+def test_update_gradient_by_distributed_type_averages_every_gradient(group, tmp_path):
     """The hook must give all_reduce(grad) / rank_size for every parameter that has a gradient."""
     model = tiny_roberta()
     trainer = dp.DataParallelTrainer(model, dp.DataParallelArguments(str(tmp_path)), train_dataset=Rows(4))
@@ -57,7 +59,7 @@ def test_the_hook_called_directly_averages_every_gradient(group, tmp_path):
             np.testing.assert_array_equal(parameter.grad.asnumpy(), np.float32((group.world_size - 1) / 2))
 
 
-def test_the_loop_of_an_earlier_call_is_freed_at_once(group, tmp_path):
+def test_a_training_loop_is_freed_without_the_garbage_collector(group, tmp_path):
     """Its buckets and optimizer state would else exist twice, until the garbage collector finds them."""
     trainer = train(tiny_roberta(), Rows(8), tmp_path, per_device_train_batch_size=2)
     loop = weakref.ref(trainer.training_loop)
@@ -70,7 +72,7 @@ def test_the_loop_of_an_earlier_call_is_freed_at_once(group, tmp_path):
         gc.enable()
 
 
-def test_frozen_parameters_are_left_alone(group, tmp_path):
+def test_frozen_parameters_do_not_change(group, tmp_path):
     model = tiny_roberta(seed=1)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.startswith("classifier")
@@ -80,7 +82,7 @@ def test_frozen_parameters_are_left_alone(group, tmp_path):
         assert np.array_equal(weight, before[name]) == (not name.startswith("classifier")), name
 
 
-def test_a_users_own_trainer_and_plain_arguments(group, tmp_path):
+def test_the_mixin_trains_a_custom_trainer_with_plain_training_arguments(group, tmp_path):
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, disable_tqdm=True)
     trainer = MyTrainer(tiny_roberta(seed=2), args, train_dataset=Rows(4 * group.world_size))
     output = trainer.train()
@@ -94,7 +96,7 @@ def test_a_users_own_trainer_and_plain_arguments(group, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, dp.DataParallelArguments])
-def test_arguments_that_a_user_did_not_set_give_no_warning(group, tmp_path, kind):
+def test_default_arguments_give_no_warning(group, tmp_path, kind):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=RuntimeWarning)
         trainer = MyTrainer(tiny_roberta(), kind(str(tmp_path)), train_dataset=Rows(4))
@@ -125,10 +127,12 @@ def test_the_size_of_a_run_is_logged_on_rank_0_at_level_info(group, tmp_path):
         assert any(each.endswith(line) for each in block) == group.is_main, (line, shown)
 
 
-def test_gradients_are_exchanged_once_an_update(group, tmp_path, monkeypatch):
+def test_gradients_are_exchanged_once_per_update(group, tmp_path, monkeypatch):
     exchanges = []
     reduce = dp.GradientSynchronizer.reduce
-    monkeypatch.setattr(dp.GradientSynchronizer, "reduce", lambda self: exchanges.append(1) or reduce(self))
+    monkeypatch.setattr(
+        dp.GradientSynchronizer, "reduce", lambda self, **options: exchanges.append(1) or reduce(self, **options)
+    )
     trainer = train(
         tiny_roberta(), Rows(12 * group.world_size), tmp_path, per_device_train_batch_size=2,
         gradient_accumulation_steps=3,
@@ -136,7 +140,7 @@ def test_gradients_are_exchanged_once_an_update(group, tmp_path, monkeypatch):
     assert trainer.state.global_step == len(exchanges) == 2
 
 
-def test_clipping_sees_the_averaged_gradient(group, tmp_path):
+def test_clipping_uses_the_norm_of_the_averaged_gradient(group, tmp_path):
     """Ranks with different local gradient norms clip alike: all log the same norm, that of one process."""
     rows = Rows(4 * group.world_size)
     trainer = train(
@@ -155,7 +159,7 @@ def test_clipping_sees_the_averaged_gradient(group, tmp_path):
     assert norm > 0.05  # it was clipped
 
 
-def test_the_whole_data_set_is_read_once_an_epoch(group, tmp_path):
+def test_every_sample_is_read_once_per_epoch(group, tmp_path):
     trainer = train(tiny_roberta(), Rows(23), tmp_path, per_device_train_batch_size=3, num_train_epochs=2)
     read = sorted(sum(group.all_gather_object(trainer.train_dataset.read), []))
     assert read == sorted(list(range(23)) * 2)
@@ -204,7 +208,7 @@ def test_evaluation_sees_every_sample_once_in_order(group, tmp_path, n):
     assert len(set(gathered)) == 1
 
 
-def test_evaluation_of_several_sets_and_of_a_pipeline(group, tmp_path):
+def test_several_data_sets_and_a_mindspore_pipeline_are_evaluated_alike(group, tmp_path):
     rows = Rows(10)
     pipeline = GeneratorDataset(
         [(rows.input_ids[i], rows.labels[i]) for i in range(10)], ["input_ids", "labels"], shuffle=False
@@ -229,7 +233,7 @@ def test_only_rank_0_writes_and_logs(group, shared_tmp_path):
     assert sorted(os.listdir(shared_tmp_path)) == ["checkpoint-2"]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_every_ranks_error(group, shared_tmp_path):
+def test_a_failed_checkpoint_write_is_raised_on_every_rank(group, shared_tmp_path):
     class NoRoom(dp.DataParallelTrainer):
         def _save(self, *args, **kwargs):
             raise OSError("no space left on device")
@@ -238,7 +242,7 @@ def test_a_checkpoint_that_cannot_be_written_is_every_ranks_error(group, shared_
         train(tiny_roberta(), Rows(8), shared_tmp_path, NoRoom, save_strategy="steps", save_steps=1)
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_every_ranks_error(group, shared_tmp_path, monkeypatch):
+def test_a_failed_checkpoint_removal_is_raised_on_every_rank(group, shared_tmp_path, monkeypatch):
     """Only the writer removes it; the other ranks must not wait for a rank that has raised."""
     from mindnlp_dp.training.trainer import resuming
 
@@ -250,7 +254,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_every_ranks_error(group, sh
         train(tiny_roberta(), Rows(8), shared_tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1)
 
 
-def test_a_flag_set_on_one_rank_does_not_part_the_ranks(group, tmp_path):
+def test_a_stop_requested_by_one_rank_stops_all_ranks(group, tmp_path):
     """A stop from any rank counts, other flags from ranks above 0 are overruled, and no rank hangs."""
 
     class StopOnLastRank(TrainerCallback):
@@ -309,7 +313,7 @@ def test_loss_weight_can_be_overridden(group, tmp_path):
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_more_ranks_than_samples(group, tmp_path):
+def test_fewer_samples_than_ranks_are_refused(group, tmp_path):
     if group.world_size == 1:
         with pytest.raises(ValueError, match="the data set is empty"):
             train(tiny_roberta(), Rows(0), tmp_path)
@@ -319,7 +323,7 @@ def test_more_ranks_than_samples(group, tmp_path):
         train(tiny_roberta(), Rows(n), tmp_path)
 
 
-def test_resuming_continues_the_same_order(group, shared_tmp_path):
+def test_resume_continues_the_order_of_samples(group, shared_tmp_path):
     rows = Rows(12 * group.world_size)
     settings = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
     whole = train(tiny_roberta(seed=1), rows, shared_tmp_path, **settings)
@@ -335,7 +339,7 @@ def test_resuming_continues_the_same_order(group, shared_tmp_path):
     assert resumed.train_dataset.read == read[4:]
 
 
-def test_main_process_first_waits(group, shared_tmp_path):
+def test_main_process_first_lets_other_ranks_wait_for_rank_0(group, shared_tmp_path):
     args = dp.DataParallelArguments(str(shared_tmp_path))
     with args.main_process_first():
         if group.is_main:
@@ -360,7 +364,7 @@ class CountsSteps(TrainerCallback):
 
 
 @pytest.mark.parametrize("zero_stage", ["auto", 0])
-def test_a_step_that_a_callback_puts_into_the_optimizer_is_called(group, shared_tmp_path, zero_stage):
+def test_an_optimizer_step_wrapped_by_a_callback_is_called(group, shared_tmp_path, zero_stage):
     settings = {"per_device_train_batch_size": 12 // group.world_size, "zero_stage": zero_stage, "save_steps": 2,
                 "save_strategy": "steps"}  # fmt: skip
     plain = train(tiny_roberta(), Rows(48), shared_tmp_path / "plain", **settings)
@@ -389,7 +393,7 @@ def draw():
     return float(mindspore.ops.rand(1).asnumpy()[0]), np.random.rand(), random.random()
 
 
-def test_collators_and_models_draw_other_numbers_on_each_rank_and_the_same_when_resumed(group, shared_tmp_path):
+def test_random_numbers_differ_by_rank_and_are_restored_on_resume(group, shared_tmp_path):
     """Collators draw the masks of a language model, and NEFTune its noise; callbacks draw alike on all ranks."""
     from mindnlp_dp.data.batches import default_collate
 
@@ -442,7 +446,7 @@ def test_collators_and_models_draw_other_numbers_on_each_rank_and_the_same_when_
     assert resumed == tuple(numbers[2:] for numbers in whole)
 
 
-def test_an_evaluation_draws_the_same_numbers_each_time(group, tmp_path):
+def test_evaluation_draws_the_same_random_numbers_each_time(group, tmp_path):
     from mindnlp_dp.data.batches import default_collate
 
     drawn = []

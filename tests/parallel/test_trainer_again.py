@@ -39,7 +39,7 @@ def reset(trainer):
     trainer.optimizer = trainer.lr_scheduler = None
 
 
-def test_a_trainer_trains_what_was_unfrozen(group, tmp_path):
+def test_a_reused_trainer_trains_unfrozen_parameters_with_a_new_optimizer(group, tmp_path):
     model = tiny_roberta()
     freeze_encoder(model)
     trainer = train(model, Rows(8 * group.world_size), tmp_path, **SETTINGS)
@@ -89,7 +89,7 @@ def test_a_trainer_reads_the_columns_of_another_model(group, tmp_path):
 
 
 @pytest.mark.skipif(is_0_5, reason="PEFT's adapters are tried with MindNLP 0.4")
-def test_a_trainer_trains_a_model_whose_adapters_were_merged(group, tmp_path):
+def test_a_trainer_trains_a_model_with_merged_lora_adapters(group, tmp_path):
     from mindnlp.peft import LoraConfig, get_peft_model
 
     config = LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"], lora_dropout=0.0)
@@ -102,7 +102,7 @@ def test_a_trainer_trains_a_model_whose_adapters_were_merged(group, tmp_path):
     assert told == []
 
 
-def test_a_trainer_trains_groups_that_were_added_to_its_optimizer(group, tmp_path):
+def test_a_trainer_trains_parameter_groups_added_to_its_optimizer(group, tmp_path):
     model = tiny_roberta()
     freeze_encoder(model)
     trainer = train(model, Rows(8 * group.world_size), tmp_path, **SETTINGS)
@@ -115,7 +115,7 @@ def test_a_trainer_trains_groups_that_were_added_to_its_optimizer(group, tmp_pat
     assert told == []
 
 
-def test_a_train_step_names_parameters_that_its_optimizer_does_not_have(group):
+def test_a_train_step_warns_of_parameters_missing_from_its_optimizer(group):
     model = tiny_roberta()
     some = [p for name, p in model.named_parameters() if name.startswith("classifier")]
 
@@ -130,7 +130,7 @@ def test_a_train_step_names_parameters_that_its_optimizer_does_not_have(group):
     assert all("'roberta.embeddings.word_embeddings.weight'" in each for each in told)
 
 
-def test_an_optimizer_keeps_its_moments_when_its_own_code_takes_over(group, tmp_path):
+def test_optimizer_moments_are_kept_when_a_callback_needs_the_stock_step(group, tmp_path):
     """A callback that looks at gradients needs the optimizer's own code, whose state the ranks had sharded before."""
 
     class Looks(TrainerCallback):
@@ -170,7 +170,7 @@ class FreezesEmbeddings(TrainerCallback):
     [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 2}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": 0}],
     ids=str,
 )
-def test_a_layer_that_a_callback_freezes_stays_as_it_is(group, tmp_path, settings):
+def test_a_layer_frozen_by_a_callback_does_not_change(group, tmp_path, settings):
     callback = FreezesEmbeddings(2, 4)
     settings = {**SETTINGS, "max_steps": 6, "weight_decay": 0.1, **settings}
     train(tiny_roberta(), Rows(32 * group.world_size), tmp_path, callbacks=[callback], **settings)
@@ -181,7 +181,7 @@ def test_a_layer_that_a_callback_freezes_stays_as_it_is(group, tmp_path, setting
     assert np.abs(at[4]["classifier.dense.weight"] - at[2]["classifier.dense.weight"]).max() > 0
 
 
-def test_a_layer_that_is_frozen_in_a_custom_loop_stays_as_it_is_with_overlap(group):
+def test_a_layer_frozen_in_a_custom_loop_does_not_change_with_overlap(group):
     model = tiny_roberta()
     frozen = model.roberta.embeddings.word_embeddings.weight
     parameters = list(model.parameters())

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not is_0_5, reason="of MindNLP 0.5")
 
 
 @pytest.mark.core
-def test_a_second_training_is_of_the_new_model(group, tmp_path):
+def test_a_second_train_call_trains_the_new_model_of_model_init(group, tmp_path):
     args = dp.DataParallelArguments(
         str(tmp_path), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, save_strategy="no",
         disable_tqdm=True,
@@ -41,7 +41,7 @@ def test_a_second_training_is_of_the_new_model(group, tmp_path):
     assert any(np.abs(first[name] - start[name]).max() > 1e-3 for name in start)
 
 
-def test_a_loss_function_gets_the_number_of_labels(group, tmp_path):
+def test_compute_loss_func_with_num_items_in_batch_trains_like_one_process(group, tmp_path):
     from mindtorch.nn import functional
 
     def loss(outputs, labels, num_items_in_batch=None):
@@ -114,7 +114,7 @@ class Counts(TrainerCallback, ExportableState):
 
 @pytest.mark.core
 @pytest.mark.parametrize("restores", [False, True])
-def test_callbacks_that_export_their_states_get_them_back(group, shared_tmp_path, restores):
+def test_exported_callback_states_are_restored_on_resume(group, shared_tmp_path, restores):
     """As in Transformers, restore_callback_states_from_checkpoint restores the arguments of the callbacks, too."""
     settings = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
     train(
@@ -134,7 +134,7 @@ def test_callbacks_that_export_their_states_get_them_back(group, shared_tmp_path
     assert trainer.state.global_step == 5
 
 
-def test_a_collator_may_return_more_than_tensors(group, tmp_path):
+def test_a_collator_may_return_values_that_are_not_tensors(group, tmp_path):
     from transformers import default_data_collator
 
     seen = []
@@ -171,7 +171,7 @@ def test_random_numbers_follow_their_seed_and_their_probabilities():
         assert len(set(before.tolist())) > 1
 
 
-def test_smoothed_labels_of_a_causal_model_weigh_by_what_they_are_a_mean_of(group, shared_tmp_path):
+def test_label_smoothing_of_a_causal_model_trains_like_one_process(group, shared_tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     class Texts:
@@ -205,7 +205,7 @@ def test_files_come_from_the_hub_unless_the_user_names_another_endpoint():
     assert huggingface_hub.constants.ENDPOINT == transformers.utils.hub.HUGGINGFACE_CO_RESOLVE_ENDPOINT == expected
 
 
-def test_the_log_has_the_rate_of_each_update_as_transformers_logs_it(group, tmp_path):
+def test_the_log_has_the_learning_rate_of_each_update_as_in_transformers(group, tmp_path):
     from transformers.optimization import Adafactor, AdafactorSchedule
 
     def rates(**settings):
@@ -229,7 +229,7 @@ def test_the_log_has_the_rate_of_each_update_as_transformers_logs_it(group, tmp_
 
 
 @pytest.mark.core
-def test_what_would_have_no_effect_is_refused(group, tmp_path):
+def test_unsupported_training_arguments_are_refused(group, tmp_path):
     with pytest.warns(RuntimeWarning, match="dataloader_num_workers has no effect"):
         dp.DataParallelArguments(str(tmp_path), dataloader_num_workers=2)
     for settings, message in [
@@ -258,7 +258,7 @@ def test_the_stock_trainer_is_refused_in_several_processes(group, tmp_path):
             trainer.train()
 
 
-def test_a_backward_that_does_nothing_says_so():
+def test_tensor_backward_is_refused_under_mindnlp_0_5():
     import mindtorch as torch
 
     with pytest.raises(RuntimeError, match="computes no gradients under MindNLP 0.5"):

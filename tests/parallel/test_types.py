@@ -1,4 +1,4 @@
-"""Test every collective with every type, both kinds of array and all sorts of shapes, on every backend.
+"""Test every collective with every type, NumPy arrays and MindSpore tensors of several shapes, on every backend.
 
 The data of a rank is a function of the rank, so NumPy computes the expected result from the inputs of all
 ranks, in float64 or in integers.
@@ -81,7 +81,7 @@ every_type = pytest.mark.parametrize("dtype", TYPES)
 @every_array
 @every_shape
 @every_type
-def test_reductions(group, dtype, shape, kind):
+def test_reductions_of_every_type_and_shape_match_numpy(group, dtype, shape, kind):
     x = as_kind(held_by(group.rank, dtype, shape), kind)
     for op in ["sum", "max", "min"] + (["mean"] if dtype in FLOATS else []):
         expected = reduced(group, dtype, shape, op)
@@ -95,7 +95,7 @@ def test_reductions(group, dtype, shape, kind):
 @every_array
 @every_shape
 @every_type
-def test_movements(group, dtype, shape, kind):
+def test_broadcast_gather_and_scatter_move_every_type_and_shape(group, dtype, shape, kind):
     n, last = group.world_size, group.world_size - 1
     x = as_kind(held_by(group.rank, dtype, shape), kind)
     check(group.broadcast(x, src=last), held_by(last, dtype, shape), x)
@@ -113,7 +113,7 @@ def test_movements(group, dtype, shape, kind):
 
 @every_array
 @every_type
-def test_reduce_scatter(group, dtype, kind):
+def test_reduce_scatter_of_every_type_matches_numpy(group, dtype, kind):
     shape = (group.world_size, 2)
     x = as_kind(held_by(group.rank, dtype, shape), kind)
     for op in ["sum", "max", "min"] + (["mean"] if dtype in FLOATS else []):
@@ -123,7 +123,7 @@ def test_reduce_scatter(group, dtype, kind):
 @every_array
 @every_shape
 @every_type
-def test_point_to_point(group, dtype, shape, kind):
+def test_send_and_recv_move_every_type_and_shape(group, dtype, shape, kind):
     x = as_kind(held_by(group.rank, dtype, shape), kind)
     if group.world_size == 1:
         with pytest.raises(ValueError, match="dst must be another rank"):
@@ -146,7 +146,7 @@ def test_point_to_point(group, dtype, shape, kind):
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, "bool"])
-def test_the_mean_of_integers_raises(group, dtype):
+def test_the_mean_of_integers_is_refused(group, dtype):
     with pytest.raises(TypeError, match=f"the mean of {dtype} would be rounded"):
         group.all_reduce(held_by(0, dtype, (2,)), "mean")
 
@@ -204,7 +204,7 @@ def test_integers_wrap_around_as_numpys_do_at_every_length(group, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_floats_at_every_length(group, dtype):
+def test_reductions_of_floats_match_numpy_at_every_length(group, dtype):
     for length in LENGTHS:
         parts = [
             np.random.default_rng([length, rank]).standard_normal(length).astype(dtype)
@@ -222,7 +222,7 @@ def test_floats_at_every_length(group, dtype):
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("length", [1, 9, 100, 70_001])
-def test_a_nan_of_any_rank_wins_everywhere(group, dtype, length):
+def test_a_nan_of_any_rank_reaches_all_ranks(group, dtype, length):
     for holder in range(group.world_size):
         x = np.full(length, group.rank, dtype)
         if group.rank == holder:
@@ -243,7 +243,7 @@ def test_the_mean_of_halves_does_not_overflow(group, dtype, kind):
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i2", ">i8", ">u4"])
-def test_bytes_in_the_other_order(group, dtype):
+def test_collectives_accept_big_endian_arrays(group, dtype):
     x = (np.arange(6).reshape(2, 3) + group.rank).astype(dtype)
     n, last = group.world_size, group.world_size - 1
     for result, expected in [
@@ -255,7 +255,7 @@ def test_bytes_in_the_other_order(group, dtype):
         np.testing.assert_array_equal(result, expected)
 
 
-def test_what_is_no_array_of_a_known_type_is_refused(group):
+def test_inputs_of_unsupported_types_are_refused(group):
     with pytest.raises(TypeError, match=r"expected a NumPy array or a MindSpore tensor of float64, .*; got complex64"):
         group.all_reduce(np.zeros(2, np.complex64))
     with pytest.raises(TypeError, match="got list on rank"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mindnlp_dp.commands.main import main
-from mindnlp_dp.finetuning.saved_model import load_causal_lm
+from mindnlp_dp.finetuning.saved_model import load_saved
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
 
@@ -33,15 +33,15 @@ def logits(model):
     ],
     ids=str,
 )
-def test_merged_adapters_are_one_model_with_the_same_logits(monkeypatch, tmp_path, kind, flags):
+def test_export_merges_lora_adapters_into_one_model_with_the_same_logits(monkeypatch, tmp_path, kind, flags):
     folder = chat_models.train_adapters(monkeypatch, tmp_path, kind, *flags, "--max-steps", 20)
     # Adapters that name no folder of their own are found from anywhere.
     monkeypatch.chdir("/")
-    with_adapters = load_causal_lm(str(folder))
-    expected, untrained = logits(with_adapters), logits(load_causal_lm(str(tmp_path / "base")))
+    with_adapters = load_saved(str(folder))
+    expected, untrained = logits(with_adapters), logits(load_saved(str(tmp_path / "base")))
     assert np.abs(expected - untrained).max() > 0.1
     assert main(["export", str(tmp_path / "out"), str(tmp_path / "merged"), "--merge-lora"]) == 0
-    merged = load_causal_lm(str(tmp_path / "merged"))
+    merged = load_saved(str(tmp_path / "merged"))
     np.testing.assert_allclose(logits(merged), expected, atol=2e-5)
     assert not any("lora" in name for name, _ in merged.named_parameters())
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
@@ -52,7 +52,7 @@ def test_merged_adapters_are_one_model_with_the_same_logits(monkeypatch, tmp_pat
 
 
 @pytest.mark.core
-def test_a_model_answers_and_its_training_continues(monkeypatch, tmp_path, capsys):
+def test_generate_answers_and_an_exported_model_has_the_same_eval_loss(monkeypatch, tmp_path, capsys):
     report, _ = chat_models.train(monkeypatch, tmp_path, "qwen base")
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "out"), "say red"]) == 0
@@ -72,7 +72,7 @@ def test_a_model_answers_and_its_training_continues(monkeypatch, tmp_path, capsy
 
 
 @pytest.mark.core
-def test_adapters_are_trained_further(monkeypatch, tmp_path):
+def test_lora_adapters_are_trained_further(monkeypatch, tmp_path):
     folder = chat_models.train_adapters(monkeypatch, tmp_path, "qwen base", "--max-steps", 20)
     first = json.loads((tmp_path / "out/report.json").read_text())
     folder.rename(tmp_path / "given")
@@ -86,7 +86,7 @@ def test_adapters_are_trained_further(monkeypatch, tmp_path):
         chat_models.run(monkeypatch, tmp_path, *flags, "--lora-rank", 8)
 
 
-def test_new_tokens_are_not_for_adapters(monkeypatch, tmp_path):
+def test_lora_with_new_special_tokens_is_refused(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match=r"has no token <\|im_start\|>, and LoRA does not train the embeddings of new"):
         chat_models.save_untrained("gpt2", tmp_path / "base")
         flags = ["--model", tmp_path / "base", "--lora-rank", 4, "--template", "chatml"]
@@ -102,7 +102,7 @@ def test_export_and_generate_report_invalid_arguments_and_folders(monkeypatch, t
 
     assert "nowhere has no model: expected config.json or adapter_config.json" in error("generate", "nowhere", "a")
     merges = ["export", tmp_path / "base", tmp_path / "new", "--merge-lora"]
-    assert "has no adapters to merge: it is a whole model already; leave out --merge-lora" in error(*merges)
+    assert "has no adapters to merge: it is a full model already; leave out --merge-lora" in error(*merges)
     assert "exists and is not an empty folder" in error("export", tmp_path / "base", tmp_path / "base")
     assert "the prompt has 200 tokens; expected at least 1, and less than 128" in error(
         "generate", tmp_path / "base", "<|im_end|>" * 200, "--raw"
@@ -114,13 +114,13 @@ def test_export_and_generate_report_invalid_arguments_and_folders(monkeypatch, t
         "export", tmp_path / "lora", tmp_path / "new"
     )
     with pytest.raises(InputError, match="gone cannot be loaded: .*/lora has adapters for it, and names it in"):
-        load_causal_lm(str(tmp_path / "lora"))
+        load_saved(str(tmp_path / "lora"))
     (tmp_path / "lora/adapter_config.json").write_text(json.dumps({**settings, "task_type": "SEQ_CLS"}))
     with pytest.raises(InputError, match="has adapters of the kind LORA for SEQ_CLS; expected LORA for CAUSAL_LM"):
-        load_causal_lm(str(tmp_path / "lora"))
+        load_saved(str(tmp_path / "lora"))
     (tmp_path / "base/config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
-    with pytest.raises(InputError, match="is a BertForSequenceClassification; expected a causal language model"):
-        load_causal_lm(str(tmp_path / "base"))
+    with pytest.raises(InputError, match="is a text classifier; expected a causal language model; train it with"):
+        load_saved(str(tmp_path / "base"))
     with pytest.raises(SystemExit):
         main(["generate", "a", "b", "--temperature", "nan"])
     assert not (tmp_path / "new").exists()

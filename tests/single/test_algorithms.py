@@ -30,7 +30,7 @@ def arrays(world_size, length):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_rank_gets_the_sum_and_sends_what_the_formula_says(algorithm, world_size, length):
+def test_all_reduce_returns_the_sum_and_its_traffic_equals_the_formula(algorithm, world_size, length):
     mine = arrays(world_size, length)
     before = [array.copy() for array in mine]
     results, endpoints = run_ranks(world_size, lambda endpoint: ALGORITHMS[algorithm](endpoint, mine[endpoint.rank]))
@@ -62,7 +62,7 @@ def test_a_ring_rank_sends_two_times_n_minus_1_over_n(world_size):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("root", [0, -1])
-def test_reduce_and_broadcast_are_mpis(world_size, root):
+def test_reduce_sums_on_the_root_and_broadcast_copies_from_it(world_size, root):
     root %= world_size
     mine = arrays(world_size, 5)
     reduced, _ = run_ranks(world_size, lambda endpoint: reduce(endpoint, mine[endpoint.rank], root))
@@ -75,7 +75,7 @@ def test_reduce_and_broadcast_are_mpis(world_size, root):
 
 @pytest.mark.parametrize("world_size", range(2, 6))
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_a_parameter_server_trains(world_size, num_servers):
+def test_a_parameter_server_trains_the_weights_of_one_process(world_size, num_servers):
     """Run gradient descent on a sum of squares as one process does, and count the traffic of a single server."""
     targets, start = arrays(world_size, 11), np.zeros(11, np.float32)
 
@@ -99,7 +99,7 @@ def test_a_parameter_server_trains(world_size, num_servers):
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
-def test_as_many_servers_as_ranks_share_the_traffic(world_size):
+def test_one_parameter_server_per_rank_sends_as_much_as_a_ring(world_size):
     """Check that every rank then sends as much as in a ring."""
     length = 840
 
@@ -112,12 +112,12 @@ def test_as_many_servers_as_ranks_share_the_traffic(world_size):
         assert endpoint.bytes_sent == traffic("ring", rank, world_size, length).num_bytes
 
 
-def test_the_number_of_servers_is_checked():
+def test_an_invalid_number_of_parameter_servers_is_refused():
     with pytest.raises(ValueError, match="num_servers must be from 1 to 2, the world size, got 3"):
         run_ranks(2, lambda endpoint: ParameterServer(endpoint, np.zeros(4), 3))
 
 
-def test_a_rank_that_fails_ends_the_others_with_its_error():
+def test_an_error_of_one_rank_ends_all_ranks_and_is_raised():
     def fails(endpoint):
         if endpoint.rank == 2:
             raise KeyError("broken")
@@ -128,7 +128,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_error():
 
 
 RING_OF_FOUR = """\
-ring, 4 ranks. The array is cut into 4 chunks. Every rank sends to its right neighbour only, all of them at once.
+ring, 4 ranks. The array is split into 4 chunks. Every rank sends to its right neighbor only, all of them at once.
 In brackets: the ranks whose numbers a message holds the sum of.
 
 scatter-reduce 1 of 3
@@ -174,11 +174,11 @@ rank 2 sent 6 messages, 1.50 times the array
 rank 3 sent 6 messages, 1.50 times the array"""
 
 
-def test_the_ring_of_four_as_a_literal_table():
+def test_explain_prints_the_ring_of_four_ranks():
     assert explain("ring", 4) == RING_OF_FOUR
 
 
-def test_a_star_of_three_explained():
+def test_explain_prints_the_star_of_three_ranks():
     lines = explain("reduce_broadcast", 3).splitlines()
     assert lines[3:10] == [
         "reduce",
@@ -193,12 +193,12 @@ def test_a_star_of_three_explained():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_every_algorithm_can_be_explained(algorithm, world_size):
+def test_explanations_of_every_algorithm_state_the_sum(algorithm, world_size):
     text = explain(algorithm, world_size)
     assert f"Now every rank holds the sum of [{'+'.join(map(str, range(world_size)))}]." in text
 
 
-def test_a_model_is_fitted_and_predicts_in_closed_form():
+def test_the_cost_model_is_fitted_and_predicts_in_closed_form():
     true = CostModel(5e-6, 1e-9, 2e-10)
     sizes = [4, 1000, 10_000, 1_000_000]
     latency, per_byte = fit(sizes, [true.message(size) for size in sizes])
@@ -211,7 +211,7 @@ def test_a_model_is_fitted_and_predicts_in_closed_form():
     assert true.predict("reduce_broadcast", 64, 1e9) / true.predict("reduce_broadcast", 2, 1e9) == pytest.approx(63)
 
 
-def test_rows_and_the_picture_of_them(tmp_path):
+def test_measurements_become_table_rows_and_a_plot(tmp_path):
     def job(world_size):
         sent = {
             name: [
@@ -236,7 +236,7 @@ def test_rows_and_the_picture_of_them(tmp_path):
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_nothing_imports_mindspore():
+def test_course_scripts_do_not_import_mindspore():
     code = "import sys, algorithms, algorithms_job, scaling; assert 'mindspore' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=HOMEWORK)
 
@@ -252,7 +252,7 @@ def test_the_script_explains_an_algorithm_from_any_folder(tmp_path):
     assert script("algorithms.py", "--explain", "ring", "--nproc", "4", cwd=tmp_path) == (0, RING_OF_FOUR + "\n", "")
 
 
-def test_a_reader_that_ends_early_gets_no_traceback():
+def test_a_closed_output_pipe_gives_no_traceback():
     line = f'"{sys.executable}" "{HOMEWORK}/algorithms.py" --explain ring --nproc 60 | head -1'
     done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=100)
     assert done.stdout.startswith("ring, 60 ranks.")
@@ -269,13 +269,13 @@ def test_a_reader_that_ends_early_gets_no_traceback():
         ("scaling.py", ["--updates", "0"], "argument --updates: must be a number of at least 1, got 0"),
     ],
 )
-def test_a_wrong_argument_is_named(name, arguments, said):
+def test_invalid_arguments_of_the_scripts_are_refused(name, arguments, said):
     code, output, errors = script(name, *arguments)
     assert (code, output) == (2, "")
     assert errors.splitlines()[-1].startswith(f"{name}: error: {said}")
 
 
-def test_the_script_compares_the_algorithms(tmp_path):
+def test_the_script_measures_and_plots_all_algorithms(tmp_path):
     files = ["--json", "out/rows.json", "--plot", "out/plot.png"]
     code, table, _ = script("algorithms.py", "--nproc", "2", "3", "--bytes", "4096", "1000", *files, cwd=tmp_path)
     assert code == 0

@@ -1,4 +1,4 @@
-"""Test async_save: checkpoints that a thread writes are those that training would have waited for."""
+"""Test async_save: a thread writes the same checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def left_in_memory():
     return [file for file in files if file.parent.name.startswith("mindnlp-dp-checkpoint-") and file.exists()]
 
 
-def test_the_same_checkpoints_and_a_resumed_run(tmp_path):
+def test_async_save_writes_the_same_checkpoints_and_a_run_resumes_from_them(tmp_path):
     whole = run(tmp_path / "sync")
     run(tmp_path / "async", async_save=True, save_total_limit=2)
     assert [path.name for path in checkpoints_in(tmp_path / "async")] == ["checkpoint-6", "checkpoint-8"]
@@ -48,7 +48,7 @@ def test_the_same_checkpoints_and_a_resumed_run(tmp_path):
 
 
 @pytest.mark.core
-def test_training_continues_and_the_next_checkpoint_waits(tmp_path, monkeypatch):
+def test_async_save_writes_checkpoints_while_training_continues(tmp_path, monkeypatch):
     from mindnlp.engine import TrainerCallback
 
     may_write, begun, updates = threading.Event(), [], []
@@ -73,7 +73,7 @@ def test_training_continues_and_the_next_checkpoint_waits(tmp_path, monkeypatch)
     assert len(checkpoints_in(tmp_path)) == 4
 
 
-def test_a_writer_that_fails_stops_the_run_at_the_next_update(tmp_path, monkeypatch):
+def test_a_failed_async_save_stops_training_at_the_next_update(tmp_path, monkeypatch):
     failed, seen = threading.Event(), []
 
     def fail(*_):
@@ -95,7 +95,7 @@ def test_a_writer_that_fails_stops_the_run_at_the_next_update(tmp_path, monkeypa
     assert not left_in_memory()
 
 
-def test_without_room_in_memory_training_waits(tmp_path, monkeypatch):
+def test_async_save_waits_for_the_disk_if_memory_is_too_small(tmp_path, monkeypatch):
     write_files = collective_save.write_files
 
     def write_some(folder, *rest):
@@ -112,7 +112,7 @@ def test_without_room_in_memory_training_waits(tmp_path, monkeypatch):
     assert not left_in_memory()
 
 
-def test_what_a_killed_process_left_in_memory_is_removed(tmp_path):
+def test_async_save_removes_memory_files_left_by_a_killed_process(tmp_path):
     """Nobody holds its lock; that of a checkpoint that is being written is held, in another container too."""
     lives = ScratchDir("checkpoint")
     gone = Path(tempfile.mkdtemp(prefix="mindnlp-dp-checkpoint-", dir=MEMORY))

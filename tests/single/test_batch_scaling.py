@@ -1,4 +1,4 @@
-"""Tests how many updates a run makes when its batch size changes: it reads every planned sample and no other."""
+"""Test how many updates an elastic run makes when its batch size changes: it reads the planned samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pace_of(num_samples, size, planned, saved):
     num_samples=st.integers(1, 60), planned=st.integers(1, 16), planned_updates=st.integers(1, 30),
     tries=st.lists(st.tuples(st.integers(1, 16), st.integers(0, 9)), max_size=4), last=st.integers(1, 16),
 )  # fmt: skip
-def test_a_run_reads_what_was_planned_whatever_its_batches(num_samples, planned, planned_updates, tries, last):
+def test_an_elastic_run_reads_the_planned_samples_at_any_batch_size(num_samples, planned, planned_updates, tries, last):
     """Make some updates with each batch size, finish with the last size, and resume the finished run once more."""
     saved, position, step, read = {"is_scaled": True}, Position(), 0, 0
     for size, most in [*tries, (last, 10_000)]:
@@ -48,21 +48,21 @@ def test_a_run_reads_what_was_planned_whatever_its_batches(num_samples, planned,
     assert wanted <= read < wanted + max(size for size, _ in [*tries, (last, 0)])
 
 
-def test_batches_in_proportion(monkeypatch):
+def test_scale_batch_makes_the_batch_proportional_to_the_world_size(monkeypatch):
     for name, value in attempt_env(0, "job", 3, scale_batch=True).items():
         monkeypatch.setenv(name, value)
     assert [batch_of(32, ranks) for ranks in (3, 2, 1)] == [32, 21, 11]
     assert batch_of(1, 1) == 1
 
 
-def test_a_job_within_a_job_has_its_own_size():
+def test_a_nested_job_does_not_inherit_the_elastic_world_size():
     outer = attempt_env(0, "job", 8, scale_batch=True)
     assert (max_world_size(outer), scales_batch(outer)) == (8, True)
     inner = {**outer, **attempt_env(0, "job", None)}
     assert (max_world_size(inner), scales_batch(inner)) == (None, False)
 
 
-def test_a_loader_of_another_size_is_refused_only_where_batches_change():
+def test_a_loader_with_another_batch_size_is_refused_only_with_scale_batch():
     _, pace = pace_of(20, 5, 8, None)
     assert (pace.planned, pace.is_slower) == (5, False)
     loader, _ = pace_of(20, 5, 8, None)

@@ -1,3 +1,5 @@
+"""Test which parameters each gradient bucket holds, in which order, and where its slices begin."""
+
 from __future__ import annotations
 
 import pytest
@@ -21,7 +23,7 @@ def table(buckets):
     return [[(slot.index, slot.offset, slot.numel) for slot in bucket.slots] for bucket in buckets]
 
 
-def test_a_literal_table():
+def test_buckets_are_packed_from_the_last_parameter_up_to_the_cap():
     """Pack the last parameter first; the cap of 32 bytes is 8 float32, so the parameter of 10 gets its own bucket."""
     shapes = [(2, 2), (10,), (3,), (4,), ()]
     assert table(pack_buckets(shapes, ["float32"] * 5, 32 / BYTES_PER_MB)) == [
@@ -31,7 +33,7 @@ def test_a_literal_table():
     ]
 
 
-def test_the_order_without_any_and_what_an_order_does_not_name():
+def test_the_default_bucket_order_is_reverse_and_completes_a_partial_order():
     shapes, dtypes = [(1,)] * 5, ["float32"] * 5
     assert first_order(5) == [4, 3, 2, 1, 0]
     assert pack_buckets(shapes, dtypes, 4) == pack_buckets(shapes, dtypes, 4, first_order(5))
@@ -39,7 +41,7 @@ def test_the_order_without_any_and_what_an_order_does_not_name():
     assert completed_order([], 5) == first_order(5)
 
 
-def test_types_do_not_mix():
+def test_a_bucket_holds_one_dtype():
     buckets = pack_buckets([(2,), (2,), (2,)], ["float32", "float16", "float32"], 4)
     assert [(bucket.dtype, [slot.index for slot in bucket.slots]) for bucket in buckets] == [
         ("float32", [2, 0]),
@@ -49,7 +51,7 @@ def test_types_do_not_mix():
 
 
 @given(shapes=SHAPES, cap=st.integers(1, 200))
-def test_every_parameter_has_one_slot_and_gaps_are_those_of_alignment(shapes, cap):
+def test_every_parameter_has_one_aligned_slot_in_a_bucket(shapes, cap):
     buckets = pack_buckets(shapes, ["float32"] * len(shapes), cap / BYTES_PER_MB)
     assert sorted(slot.index for bucket in buckets for slot in bucket.slots) == list(range(len(shapes)))
     for bucket in buckets:
@@ -67,7 +69,7 @@ def test_every_parameter_has_one_slot_and_gaps_are_those_of_alignment(shapes, ca
     shapes=st.lists(st.integers(0, 5 * BLOCK_NUMEL).map(lambda n: (n,)), min_size=1, max_size=8),
     num_slices=st.integers(1, 9),
 )
-def test_slices_are_cut_where_blocks_of_parameters_begin(shapes, num_slices):
+def test_bucket_slices_are_even_and_begin_at_aligned_blocks(shapes, num_slices):
     """Slice also into more slices than there are blocks: some slices are then empty."""
     for bucket in pack_buckets(shapes, ["float32"] * len(shapes), 0.1):
         bounds = bucket.slice_bounds(num_slices)
@@ -84,11 +86,11 @@ def test_slices_are_cut_where_blocks_of_parameters_begin(shapes, num_slices):
 
 
 @pytest.mark.parametrize("cap", ["auto", 0, -1, None, float("nan")])
-def test_sizes_that_are_none(cap):
+def test_an_invalid_bucket_cap_mb_is_refused(cap):
     with pytest.raises(ValueError, match="bucket_cap_mb must be positive, got"):
         pack_buckets([(1,)], ["float32"], cap)
 
 
-def test_types_that_are_no_gradients():
+def test_buckets_refuse_integer_parameters():
     with pytest.raises(TypeError, match="parameter 0 is int64; gradients can be float64, float32"):
         pack_buckets([(1,)], ["int64"], 4)

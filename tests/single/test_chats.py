@@ -1,4 +1,4 @@
-"""Test that models stop where their turn ends, after they are trained on chats with the templates of known models."""
+"""Test that models trained on chats, with the templates of known models, stop at the end of their turn."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CORE = ("qwen base", "gemma base", "gpt2")
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", [kind for kind in chat_models.CASES if kind in CORE])
-def test_an_answer_ends_where_it_should(monkeypatch, tmp_path, kind):
+def test_generation_stops_at_the_end_of_a_chat_turn(monkeypatch, tmp_path, kind):
     train_and_answer(monkeypatch, tmp_path, kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in chat_models.CASES if kind not in CORE])
-def test_an_answer_of_other_models_ends_where_it_should(monkeypatch, tmp_path, kind):
+def test_generation_of_other_models_stops_at_the_end_of_a_chat_turn(monkeypatch, tmp_path, kind):
     train_and_answer(monkeypatch, tmp_path, kind)
 
 

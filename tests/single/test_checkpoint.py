@@ -100,14 +100,14 @@ def assert_equal(a, b):
 
 
 @given(trees)
-def test_a_tree_comes_back_from_a_file_as_it_was(tmp_path_factory, tree):
+def test_a_state_tree_is_read_as_it_was_written(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("c") / "checkpoint-1"
     write(path, {"tree": tree})
     assert_equal(unpack_state(read_state(path))["tree"], tree)
 
 
 @pytest.mark.parametrize(("first", "second"), [("a/b", None), (0, "0"), ("a", "a/")])
-def test_keys_that_lead_to_the_same_path_keep_their_arrays(tmp_path, first, second):
+def test_state_keys_with_the_same_path_keep_their_own_arrays(tmp_path, first, second):
     one, two = np.array([1.0]), np.array([2.0])
     tree = {first: one, "a": {"b": two}} if second is None else {first: one, second: two}
     write(tmp_path / "checkpoint-1", {"tree": tree})
@@ -142,7 +142,7 @@ def save_shards(path, state, group, background=None, write_model=lambda folder: 
         FlatLayout((4, 6), Shard(1, 2), 2), FlatLayout((2, 3), Shard(1), 4), FlatLayout((9,), Shard(0, 3), 2),
     ],
 )  # fmt: skip
-def test_sharded_arrays_are_read_as_they_were(group, tmp_path, layout, num_pieces):
+def test_a_sharded_state_is_read_as_full_arrays(group, tmp_path, layout, num_pieces):
     array = np.random.default_rng(0).normal(size=layout.shape).astype(np.float32)
     state = {"a": [in_pieces(array, layout, num_pieces)], "n": 3}
     for number, background in enumerate((None, BackgroundWriter(group))):
@@ -153,7 +153,7 @@ def test_sharded_arrays_are_read_as_they_were(group, tmp_path, layout, num_piece
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-0", "checkpoint-1"]
 
 
-def test_a_shard_that_is_missing_damages_a_checkpoint(group, tmp_path):
+def test_a_checkpoint_with_a_missing_shard_is_reported_as_damaged(group, tmp_path):
     layout = FlatLayout((3, 5))
     whole = in_pieces(np.ones((3, 5), np.float32), layout, 5)
     for gone in range(5):
@@ -169,7 +169,7 @@ def test_a_shard_that_is_missing_damages_a_checkpoint(group, tmp_path):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_save_that_fails_leaves_no_shards(group, tmp_path, is_async):
+def test_a_failed_sharded_save_leaves_no_files(group, tmp_path, is_async):
     state = {"a": in_pieces(np.ones((3, 5), np.float32), FlatLayout((3, 5)), 2)}
     background = BackgroundWriter(group) if is_async else None
 
@@ -185,7 +185,7 @@ def test_a_save_that_fails_leaves_no_shards(group, tmp_path, is_async):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_thread_keeps_no_state_in_memory(group, tmp_path, monkeypatch, sharded):
+def test_the_async_writer_keeps_no_reference_to_the_state(group, tmp_path, monkeypatch, sharded):
     """The copy is enough: a thread that had the arrays as well would double the memory."""
     may_write, publish = threading.Event(), collective_save.publish_checkpoint
 
@@ -210,7 +210,7 @@ def test_the_thread_keeps_no_state_in_memory(group, tmp_path, monkeypatch, shard
     check_checkpoint(tmp_path / "checkpoint-1")
 
 
-def test_a_process_without_more_threads_writes_at_once(group, tmp_path, monkeypatch):
+def test_a_checkpoint_is_written_at_once_if_no_thread_can_start(group, tmp_path, monkeypatch):
     def fail(thread):
         raise RuntimeError("can't start new thread")
 
@@ -221,7 +221,7 @@ def test_a_process_without_more_threads_writes_at_once(group, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_a_file_that_is_replaced_keeps_its_other_names(tmp_path, monkeypatch, has_links):
+def test_replacing_a_file_leaves_its_hard_links_unchanged(tmp_path, monkeypatch, has_links):
     old, backup, new = (tmp_path / name for name in ("old", "backup", "new"))
     old.write_text("old")
     os.link(old, backup)
@@ -235,7 +235,7 @@ def test_a_file_that_is_replaced_keeps_its_other_names(tmp_path, monkeypatch, ha
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool_"])
-def test_tensors_keep_their_type_and_values(tmp_path, dtype):
+def test_tensors_in_a_checkpoint_keep_their_dtype_and_values(tmp_path, dtype):
     import mindspore
 
     largest = 2.5e20 if dtype in ("float32", "bfloat16") else 3.0
@@ -247,7 +247,7 @@ def test_tensors_keep_their_type_and_values(tmp_path, dtype):
     assert (back["t"].astype(mindspore.float32).asnumpy() == tensor.astype(mindspore.float32).asnumpy()).all()
 
 
-def test_what_would_need_pickle_is_refused_with_its_place():
+def test_objects_that_need_pickle_are_refused_with_their_path():
     with pytest.raises(TypeError, match="'optimizer/state/0' is a set, which a checkpoint cannot hold"):
         pack_state({"optimizer": {"state": [{1, 2}]}})
     with pytest.raises(TypeError, match="'value' is a function"):
@@ -257,7 +257,7 @@ def test_what_would_need_pickle_is_refused_with_its_place():
 # Folders.
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
+def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path):
     train(tiny_roberta(), Rows(8), tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     files = sorted(path for path in (tmp_path / "checkpoint-1").iterdir())
     assert [path.name for path in files] == [
@@ -269,7 +269,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
 
 
 @pytest.mark.core
-def test_plain_mindnlp_loads_a_checkpoints_weights(tmp_path):
+def test_plain_mindnlp_loads_the_weights_of_a_checkpoint(tmp_path):
     from mindnlp.transformers import RobertaForSequenceClassification
 
     trainer = train(tiny_roberta(), Rows(8), tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
@@ -278,7 +278,7 @@ def test_plain_mindnlp_loads_a_checkpoints_weights(tmp_path):
         np.testing.assert_array_equal(weight, weights(trainer.model)[name], err_msg=name)
 
 
-def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path):
+def test_a_failed_write_keeps_the_old_checkpoint_and_no_partial_one(tmp_path):
     write(tmp_path / "checkpoint-1", {"n": 1})
 
     def fail(folder):
@@ -293,7 +293,7 @@ def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path):
 
 @pytest.mark.core
 @pytest.mark.parametrize("moment", ["while it writes", "between the two renames"])
-def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, moment):
+def test_a_killed_writer_leaves_the_old_checkpoint_complete(tmp_path, moment):
     """Kill a separate process with SIGKILL; the next run removes what it left."""
     script = f"""
         import os, signal, sys
@@ -320,7 +320,7 @@ def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, mo
 
 
 @pytest.mark.core
-def test_what_a_folder_holds_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_a_checkpoint_is_flushed_to_disk_before_it_is_renamed(tmp_path, monkeypatch):
     """Flush the renamed folder and its subfolders first: a file name is on the disk only when its folder is flushed."""
     events = []
     fsync, replace = os.fsync, Path.replace
@@ -415,24 +415,24 @@ def rewrite(checkpoint, change):
             nest_deeply,
             "checkpoint.json is damaged: RecursionError",
         ),
-        (lambda c: rewrite(c, lambda manifest: manifest.pop("state")), "checkpoint.json is damaged: it lacks state"),
+        (lambda c: rewrite(c, lambda manifest: manifest.pop("state")), "checkpoint.json is damaged: it has no state"),
         (
             lambda c: rewrite(c, lambda manifest: manifest["files"].pop("state.safetensors")),
-            "checkpoint.json is damaged: files lacks state.safetensors",
+            "checkpoint.json is damaged: files has no state.safetensors",
         ),
     ],
 )
-def test_every_kind_of_damage_is_named_and_passed_over(tmp_path, harm, message):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, harm, message):
     write(tmp_path / "checkpoint-9", {"a": np.ones(3)})
     write(tmp_path / "checkpoint-10", {"a": np.ones(3)})
     harm(tmp_path / "checkpoint-10")
     with pytest.raises(CheckpointError, match=message):
         check_checkpoint(tmp_path / "checkpoint-10")
-    with pytest.warns(RuntimeWarning, match="checkpoint-10.* it is passed over for checkpoint-9"):
+    with pytest.warns(RuntimeWarning, match="checkpoint-10.* it is skipped, and checkpoint-9 is used"):
         assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
 
 
-def test_checkpoints_are_ordered_by_step_and_other_names_are_left_alone(tmp_path):
+def test_checkpoints_are_listed_by_step_without_other_files(tmp_path):
     for step in (2, 10, 9):
         write(checkpoint_path(tmp_path, step))
     (tmp_path / "checkpoint-x").mkdir()
@@ -448,14 +448,14 @@ def test_checkpoints_are_ordered_by_step_and_other_names_are_left_alone(tmp_path
         (1, [4], [4]), (2, [1, 4], [1, 4]), (1, [2, 4], [2, 4]), (3, [1], [1, 3, 4]), (1, [1], [1]),
     ],
 )  # fmt: skip
-def test_old_checkpoints_are_removed(tmp_path, limit, keep, left):
+def test_save_total_limit_removes_the_oldest_checkpoints(tmp_path, limit, keep, left):
     for step in (1, 2, 3, 4):
         write(checkpoint_path(tmp_path, step))
     remove_old_checkpoints(tmp_path, limit, [checkpoint_path(tmp_path, step) for step in keep], RUN, step=4)
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
 
 
-def test_a_checkpoint_that_is_a_link_is_removed_without_its_target(tmp_path):
+def test_removing_a_linked_checkpoint_keeps_the_target_of_the_link(tmp_path):
     write(tmp_path / "elsewhere" / "checkpoint-1")
     (tmp_path / "checkpoint-1").symlink_to(tmp_path / "elsewhere" / "checkpoint-1")
     write(tmp_path / "checkpoint-2")
@@ -465,7 +465,7 @@ def test_a_checkpoint_that_is_a_link_is_removed_without_its_target(tmp_path):
 
 
 @pytest.mark.core
-def test_what_mindnlp_dp_did_not_write_is_never_removed(tmp_path):
+def test_files_not_written_by_mindnlp_dp_are_never_removed(tmp_path):
     folders = [
         ".checkpoint-4-mine", ".checkpoint-4-abcdefgh", ".checkpoint-files-mine", ".checkpoint-2-removed",
         ".mindnlp_dp-checkpoint-4-mine", ".mindnlp_dp-checkpoint-notes", "checkpoint-x", "checkpoint-2 (copy)",
@@ -494,13 +494,13 @@ def test_what_mindnlp_dp_did_not_write_is_never_removed(tmp_path):
         ("checkpoint-500", r"/checkpoint-500 does not exist; .* has checkpoint-2, checkpoint-4$"),
         ("other/checkpoint-500", r"/other/checkpoint-500 does not exist$"),
         ("", r"is a folder of checkpoints, not a checkpoint: .*\(checkpoint-2, checkpoint-4\), or pass True"),
-        ("empty", r"/empty is empty, and no checkpoint$"),
+        ("empty", r"/empty is empty, so it is not a checkpoint$"),
         ("checkpoint-2/model.safetensors", r"model.safetensors is a file, and a checkpoint is a folder$"),
         ("unreadable", r"/unreadable/checkpoint.json could not be read: Is a directory$"),
         ("of-mindnlp", r"/of-mindnlp has no checkpoint.json, .*: it was saved by MindNLP's own Trainer, or in part"),
     ],
 )
-def test_what_is_not_a_checkpoint_is_refused_by_what_it_is(tmp_path, capsys, name, message):
+def test_resuming_from_a_path_that_is_not_a_checkpoint_is_refused(tmp_path, capsys, name, message):
     for step in (2, 4):
         write(tmp_path / f"checkpoint-{step}")
     (tmp_path / "empty").mkdir()
@@ -512,7 +512,7 @@ def test_what_is_not_a_checkpoint_is_refused_by_what_it_is(tmp_path, capsys, nam
     assert "resuming from" not in capsys.readouterr().out
 
 
-def test_a_relative_path_that_does_not_exist_is_named_with_the_directory_that_it_is_relative_to(tmp_path, monkeypatch):
+def test_the_error_for_a_missing_relative_path_names_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=f"out/checkpoint-5 does not exist in {tmp_path}$"):
         train_until(tmp_path, 4, resume="out/checkpoint-5")
@@ -526,7 +526,7 @@ def train_until(folder, step, **settings):
     return train(tiny_roberta(), Rows(64), folder, **settings)
 
 
-def test_a_run_resumes_and_removes_its_own_checkpoints_only(tmp_path, capsys):
+def test_a_run_resumes_from_and_removes_only_its_own_checkpoints(tmp_path, capsys):
     train_until(tmp_path, 8, save_total_limit=2)
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-6", "checkpoint-8"]
     with pytest.warns(RuntimeWarning, match="holds checkpoint-8 of an earlier run, and this one begins with update 0"):
@@ -542,8 +542,8 @@ def test_a_run_resumes_and_removes_its_own_checkpoints_only(tmp_path, capsys):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("stop_at", [3, 5], ids=["before it saves", "after it has saved"])
-def test_a_run_that_went_back_to_an_earlier_checkpoint_continues_from_there(tmp_path, capsys, stop_at):
+@pytest.mark.parametrize("stop_at", [3, 5], ids=["stopped before its first save", "stopped after a save"])
+def test_resume_continues_the_run_that_restarted_from_an_earlier_checkpoint(tmp_path, capsys, stop_at):
     train_until(tmp_path, 8)
     # A run that cannot be resumed there does not go back.
     with pytest.raises(ValueError, match="num_samples was 64 and is 32"):
@@ -560,20 +560,20 @@ def test_a_run_that_went_back_to_an_earlier_checkpoint_continues_from_there(tmp_
     assert [run_of(path).number for path in checkpoints_in(tmp_path)] == [2, 2]
 
 
-def test_the_newest_checkpoint_of_an_earlier_run_is_gone_back_to(tmp_path):
+def test_a_run_resumed_from_an_earlier_run_has_the_newest_checkpoint(tmp_path):
     train_until(tmp_path, 4)
     train_until(tmp_path, 2, seed=5)
     train_until(tmp_path, 6, resume=str(tmp_path / "checkpoint-4"))
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
 
 
-def test_a_run_that_does_not_train_leaves_the_newest_checkpoint_the_newest(tmp_path):
+def test_a_resumed_run_without_updates_does_not_change_the_newest_checkpoint(tmp_path):
     train_until(tmp_path, 4)
     train_until(tmp_path, 2, resume=str(tmp_path / "checkpoint-2"))
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
 
 
-def test_damaged_checkpoints_that_were_passed_over_are_removed_first(tmp_path):
+def test_save_total_limit_removes_damaged_checkpoints_first(tmp_path):
     train_until(tmp_path, 8)
     (tmp_path / "checkpoint-8" / "model.safetensors").write_bytes(b"half")
     with pytest.warns(RuntimeWarning, match="checkpoint-8 is damaged"):
@@ -582,7 +582,7 @@ def test_damaged_checkpoints_that_were_passed_over_are_removed_first(tmp_path):
     assert len({run_of(path) for path in checkpoints_in(tmp_path)}) == 1
 
 
-def test_what_is_resumed_from_another_folder_is_a_run_of_its_own(tmp_path):
+def test_a_run_resumed_into_another_folder_gets_a_new_run_id(tmp_path):
     train_until(tmp_path / "first", 2)
     train_until(tmp_path / "second", 4, resume=str(tmp_path / "first" / "checkpoint-2"))
     runs = [run_of(tmp_path / "first" / "checkpoint-2"), run_of(tmp_path / "second" / "checkpoint-4")]
@@ -615,7 +615,7 @@ def best_is_2(tmp_path_factory):
 
 
 @pytest.mark.parametrize("where", ["moved", "copied", "copied in part", "linked", "relative"])
-def test_the_best_checkpoint_is_found_in_another_place(tmp_path, best_is_2, monkeypatch, where):
+def test_the_best_checkpoint_is_found_in_a_moved_copied_or_linked_folder(tmp_path, best_is_2, monkeypatch, where):
     shutil.copytree(best_is_2, tmp_path / "old" / "out")
     folder = tmp_path / "new"
     train_with_scores(tmp_path / "old" / "out", 4, [0.2], resume=True)
@@ -640,7 +640,7 @@ def test_the_best_checkpoint_is_found_in_another_place(tmp_path, best_is_2, monk
     np.testing.assert_array_equal(weights(trainer.model)["classifier.dense.weight"], best["classifier.dense.weight"])
 
 
-def test_the_best_checkpoint_may_be_in_the_folder_where_the_run_began(tmp_path, best_is_2):
+def test_the_best_checkpoint_is_found_in_the_folder_where_the_run_began(tmp_path, best_is_2):
     second = tmp_path / "second"
     # Another run's checkpoint with the best one's name.
     write(second / "checkpoint-2", run=RunId("another run", 1))
@@ -649,7 +649,7 @@ def test_the_best_checkpoint_may_be_in_the_folder_where_the_run_began(tmp_path, 
     assert trainer.state.best_model_checkpoint == str(best_is_2 / "checkpoint-2")
 
 
-def test_a_checkpoint_of_another_run_with_its_name_is_not_the_best(tmp_path, best_is_2):
+def test_a_checkpoint_of_another_run_is_not_taken_for_the_best_checkpoint(tmp_path, best_is_2):
     shutil.copytree(best_is_2, tmp_path / "out")
     train_with_scores(tmp_path / "out", 4, [0.4], resume=True)
     train_until(tmp_path / "out", 2, seed=5, learning_rate=1e-2)
@@ -658,7 +658,7 @@ def test_a_checkpoint_of_another_run_with_its_name_is_not_the_best(tmp_path, bes
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-5"
 
 
-def test_a_best_checkpoint_that_is_gone_is_forgotten_when_the_run_is_resumed(tmp_path, best_is_2):
+def test_resume_without_the_best_checkpoint_warns_and_forgets_its_score(tmp_path, best_is_2):
     shutil.copytree(best_is_2, tmp_path / "out")
     train_with_scores(tmp_path / "out", 4, [0.4], resume=True)
     shutil.rmtree(tmp_path / "out" / "checkpoint-2")
@@ -669,7 +669,7 @@ def test_a_best_checkpoint_that_is_gone_is_forgotten_when_the_run_is_resumed(tmp
     assert (trainer.state.best_metric, trainer.state.best_model_checkpoint) == (0.3, str(tmp_path / "out/checkpoint-5"))
 
 
-def test_a_best_checkpoint_that_is_deleted_during_training_is_no_error(tmp_path):
+def test_a_best_checkpoint_deleted_during_training_gives_a_warning(tmp_path):
     class Delete(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
@@ -679,7 +679,7 @@ def test_a_best_checkpoint_that_is_deleted_during_training_is_no_error(tmp_path)
         train_with_scores(tmp_path, 2, [0.9, 0.1], callbacks=[Delete()])
 
 
-def test_one_job_writes_to_a_folder(tmp_path):
+def test_a_checkpoint_folder_is_locked_for_one_job(tmp_path):
     """Check that a second job waits for the folder's lock, and is refused if the first job does not end in time."""
     holder = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent("""
@@ -711,7 +711,7 @@ def test_one_job_writes_to_a_folder(tmp_path):
     assert not workspace.exists()
 
 
-def test_a_trainer_refuses_a_folder_that_another_job_writes_to(tmp_path, monkeypatch):
+def test_the_trainer_refuses_an_output_folder_locked_by_another_job(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_lock, "_try_to_lock", lambda folder: None)
     monkeypatch.setattr(folder_lock.lock_folder, "__defaults__", (0.0,))
     with pytest.raises(RuntimeError, match="another job is writing its checkpoints"):
@@ -754,7 +754,7 @@ def lora():
 
 
 @pytest.mark.parametrize("build", [plain_module, tied_model, cell, tiny_roberta])
-def test_weights_of_any_kind_of_model(tmp_path, build):
+def test_weights_of_modules_cells_and_tied_models_are_saved_and_loaded(tmp_path, build):
     model, other = build(), build()
     for _, weight in named_weights(other):
         weight.assign_value(weight * 0 + 3)
@@ -763,7 +763,7 @@ def test_weights_of_any_kind_of_model(tmp_path, build):
     assert dp.replica_digest(other) == dp.replica_digest(model)
 
 
-def test_weights_in_several_files(tmp_path):
+def test_weights_in_several_safetensors_files_are_loaded(tmp_path):
     model, other = tiny_roberta(seed=1, num_layers=2), tiny_roberta(seed=2, num_layers=2)
     model.save_pretrained(str(tmp_path), max_shard_size="5KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
@@ -823,7 +823,7 @@ def save_of_a_custom_loop(model, folder):
         (lora, save_with_trainer),
     ],
 )
-def test_every_file_of_weights_says_the_format_that_transformers_opens(tmp_path, build, save):
+def test_every_safetensors_file_names_the_format_that_transformers_requires(tmp_path, build, save):
     """Transformers 4 refuses model*.safetensors whose metadata does not name PyTorch, TensorFlow, Flax or MLX."""
     from safetensors import safe_open
 
@@ -841,14 +841,14 @@ def test_weights_of_another_model_are_refused(tmp_path):
     write_weights(tiny_roberta(num_layers=2), tmp_path / "two")
     with pytest.raises(CheckpointError, match="holds 'roberta.encoder.layer.1.*', which the model does not have"):
         read_weights(tiny_roberta(num_layers=1), tmp_path / "two")
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="has no weights"):
         read_weights(tiny_roberta(), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(CheckpointError, match="model.safetensors is damaged"):
         read_weights(tiny_roberta(), tmp_path)
 
 
-def test_save_only_model_leaves_a_model_and_nothing_to_resume_from(tmp_path):
+def test_resuming_from_a_save_only_model_checkpoint_is_refused(tmp_path):
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     train(tiny_roberta(), Rows(8), tmp_path, **settings)
     names = ["checkpoint.json", "config.json", "model.safetensors", "trainer_state.json"]
@@ -857,7 +857,7 @@ def test_save_only_model_leaves_a_model_and_nothing_to_resume_from(tmp_path):
         train(tiny_roberta(), Rows(8), tmp_path, resume=True, **settings)
 
 
-def test_the_manifest_is_json_that_anyone_can_read(tmp_path):
+def test_the_checkpoint_manifest_is_json_with_position_and_files(tmp_path):
     train(tiny_roberta(), Rows(8), tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
     manifest = json.loads(Path(tmp_path / "checkpoint-2" / "checkpoint.json").read_text())
     position = {"epoch": 1, "update": 1, "epoch_done": False, "ending_epoch": False, "offset": 0}

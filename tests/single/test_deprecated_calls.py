@@ -56,6 +56,6 @@ def test_no_deprecated_function_of_mindspore_is_called_without_a_reason(pytestco
 
 
 @pytest.mark.parametrize("name", ["mint.clone", "runtime.synchronize"])
-def test_what_replaces_them_on_a_device_is_not_deprecated(name):
+def test_replacements_of_deprecated_functions_are_not_deprecated(name):
     space, _, function = name.partition(".")
     assert not _says_so(getattr(SPACES[space], function))

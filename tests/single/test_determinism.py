@@ -29,7 +29,7 @@ def calls(monkeypatch):
         (False, "Ascend", []), (False, "GPU", []), (False, "CPU", []),
     ],
 )  # fmt: skip
-def test_the_mode_is_on_by_default_on_ascend_only(calls, wanted, device, expected):
+def test_deterministic_mode_is_on_by_default_only_on_ascend(calls, wanted, device, expected):
     choose_deterministic(check_deterministic(wanted), device)
     assert calls == expected
 
@@ -41,21 +41,21 @@ def test_the_mode_is_on_by_default_on_ascend_only(calls, wanted, device, expecte
         ("auto", "auto", "auto"), ("", "auto", "auto"), ("false", True, True), ("true", False, False),
     ],
 )  # fmt: skip
-def test_the_environment_variable_replaces_auto(monkeypatch, text, wanted, expected):
+def test_the_deterministic_environment_variable_replaces_auto(monkeypatch, text, wanted, expected):
     monkeypatch.setenv(determinism.VARIABLE, text)
     assert check_deterministic(wanted) is expected or check_deterministic(wanted) == expected == "auto"
 
 
-def test_wrong_values_are_errors(monkeypatch):
+def test_invalid_values_of_deterministic_are_refused(monkeypatch):
     for wrong in ("on", 1, None):
         with pytest.raises(ValueError, match='deterministic must be True, False or "auto", got'):
             check_deterministic(wrong)
     monkeypatch.setenv(determinism.VARIABLE, "strict")
-    with pytest.raises(ValueError, match="MINDNLP_DP_DETERMINISTIC=strict is none of true, 1, false, 0, auto"):
+    with pytest.raises(ValueError, match="MINDNLP_DP_DETERMINISTIC=strict must be one of true, 1, false, 0, auto"):
         check_deterministic("auto")
 
 
-def test_what_a_script_has_set_before_is_kept(calls, monkeypatch):
+def test_deterministic_mode_set_by_the_script_is_kept(calls, monkeypatch):
     class Configured:
         @staticmethod
         def is_deterministic_configured():
@@ -66,7 +66,7 @@ def test_what_a_script_has_set_before_is_kept(calls, monkeypatch):
     assert calls == []
 
 
-def test_mindspore_refuses_a_second_call():
+def test_mindspore_checks_for_a_second_call_of_set_deterministic():
     """Check what :func:`choose_deterministic` avoids; MindSpore 2.7 to 2.10 have the same check."""
     import inspect
 
@@ -74,7 +74,7 @@ def test_mindspore_refuses_a_second_call():
     assert not DeviceManagerConf.get_instance().is_deterministic_configured()
 
 
-def test_the_mode_is_set_after_the_device_and_before_communication_starts(calls, monkeypatch):
+def test_deterministic_mode_is_set_after_the_device_and_before_communication(calls, monkeypatch):
     order = []
 
     class StoppedError(Exception):
@@ -94,7 +94,7 @@ def test_the_mode_is_set_after_the_device_and_before_communication_starts(calls,
     assert order == ["device", True, "connect"]
 
 
-def test_the_recipes_have_a_setting():
+def test_the_recipes_accept_the_deterministic_flag():
     assert parse_config(ParallelConfig, []).deterministic == "auto"
     assert parse_config(ParallelConfig, ["--deterministic", "false"]).deterministic == "false"
     with pytest.raises(InputError, match="deterministic must be one of auto, true, false, got 'maybe'"):

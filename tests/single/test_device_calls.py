@@ -1,4 +1,4 @@
-"""Tests the device path on a simulated NPU or GPU (none is here): the arguments of its calls, its sums, its waits."""
+"""Test the device path on a simulated NPU or GPU: the arguments of its calls, its sums, and its host reads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run_update(sync, parameters, value, weight=4.0):
     return sync.reduce()
 
 
-def test_the_stand_in_refuses_what_the_real_calls_would(monkeypatch):
+def test_the_simulated_device_refuses_calls_that_the_real_one_refuses(monkeypatch):
     StandInDevice(monkeypatch, "GPU")
     x = mindspore.Tensor(np.ones(3, np.float32))
     with pytest.raises(TypeError, match="dest"):
@@ -107,7 +107,7 @@ def test_the_stand_in_refuses_what_the_real_calls_would(monkeypatch):
         ((2, 10), "ascend310p", "send", "float32"),
     ],
 )
-def test_the_stand_in_refuses_types_by_version_and_chip(monkeypatch, version, chip, call, dtype):
+def test_the_simulated_device_refuses_dtypes_by_version_and_chip(monkeypatch, version, chip, call, dtype):
     StandInDevice(monkeypatch, "Ascend", version=version, chip=chip)
     x = mindspore.Tensor(np.ones(2, np.float32)).astype(getattr(mindspore, dtype))
     arguments = ([x, x], x) if call == "all_gather" else (x,)
@@ -115,7 +115,7 @@ def test_the_stand_in_refuses_types_by_version_and_chip(monkeypatch, version, ch
         getattr(mindspore.mint.distributed, call)(*arguments)
 
 
-def test_the_stand_in_refuses_views_that_are_not_contiguous(monkeypatch):
+def test_the_simulated_device_refuses_non_contiguous_views(monkeypatch):
     StandInDevice(monkeypatch, "Ascend")
     x = mindspore.Tensor(np.ones((2, 3), np.float32))
     for call in (mindspore.mint.distributed.all_reduce, mindspore.mint.distributed.send):
@@ -124,7 +124,7 @@ def test_the_stand_in_refuses_views_that_are_not_contiguous(monkeypatch):
             call(x.T)
 
 
-def test_the_device_is_chosen_by_its_name(monkeypatch):
+def test_device_target_selects_the_device(monkeypatch):
     chosen = []
     monkeypatch.setenv("DEVICE_TARGET", "Ascend")
     monkeypatch.setattr(mindspore, "set_device", bound(mindspore.set_device, lambda **given: chosen.append(given)))
@@ -151,7 +151,7 @@ def assert_same(y, x, times=1):
 @every_device
 @pytest.mark.parametrize("values", [[[1, 0, 3]], 3])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_collectives_of_every_type(device, group, dtype, values):
+def test_collectives_work_for_every_dtype(device, group, dtype, values):
     if dtype == "bfloat16" and device.chip in ("ascend910", "ascend310p"):
         pytest.skip("the chip has no such tensors")
     x = of_type(values, dtype)
@@ -162,7 +162,7 @@ def test_collectives_of_every_type(device, group, dtype, values):
         assert_same(part, x)
 
 
-def test_collectives_of_views_that_are_not_contiguous(group):
+def test_collectives_work_for_non_contiguous_views(group):
     x = mindspore.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3)).T
     assert_same(group.all_reduce(x), x, 2)
     assert_same(group.broadcast(x, src=1), x)
@@ -174,7 +174,7 @@ def test_collectives_of_views_that_are_not_contiguous(group):
 @every_device
 @pytest.mark.parametrize("counts", [(1, 2), (0, 3), (3, 0), (0, 0)])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_rows_of_every_type_are_exchanged_where_the_library_can(device, group, dtype, counts):
+def test_exchange_rows_works_for_every_dtype_and_is_refused_under_nccl(device, group, dtype, counts):
     if dtype == "bfloat16" and device.chip in ("ascend910", "ascend310p"):
         pytest.skip("the chip has no such tensors")
     x = of_type(np.arange(12).reshape(6, 2), dtype)[::2][: sum(counts)]
@@ -188,7 +188,7 @@ def test_rows_of_every_type_are_exchanged_where_the_library_can(device, group, d
         assert_same(rows, mindspore.ops.cat((x[: counts[0]], x[: counts[0]])))
 
 
-def test_all_to_all_tells_how_many_rows_came(group):
+def test_all_to_all_returns_the_number_of_rows_from_each_rank(group):
     if group.backend == "nccl":
         pytest.skip("refused")
     rows, theirs = group.all_to_all(np.arange(6, dtype=np.float32).reshape(3, 2), [2, 1])
@@ -197,19 +197,19 @@ def test_all_to_all_tells_how_many_rows_came(group):
 
 
 @every_device
-def test_large_integers_stay_exact(device, group):
+def test_all_reduce_keeps_large_integers_exact(device, group):
     x = mindspore.Tensor(np.array([2**61 + 1, -(2**61) - 1], np.int64))
     np.testing.assert_array_equal(group.all_reduce(x, op="max").asnumpy(), x.asnumpy())
 
 
-def test_objects(group):
+def test_objects_are_gathered_and_broadcast(group):
     assert group.all_gather_object({"a": [1, None]}) == [{"a": [1, None]}] * 2
     assert group.broadcast_object(("b", 2.5)) == ("b", 2.5)
     group.barrier()
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int16", "bool"])
-def test_messages_of_pipelines(device, group, dtype):
+def test_pipeline_messages_keep_dtype_and_values(device, group, dtype):
     if device.chip == "ascend310p":
         pytest.skip("HCCL has no messages on this chip")
     x = mindspore.Tensor(np.array([[1, 0], [3, 2], [0, 1]])).astype(getattr(mindspore, dtype))
@@ -222,7 +222,7 @@ def test_messages_of_pipelines(device, group, dtype):
     np.testing.assert_array_equal(received.asnumpy(), x.asnumpy().T)
 
 
-def test_messages(device, group):
+def test_send_and_recv_transfer_a_tensor(device, group):
     if device.chip == "ascend310p":
         pytest.skip("HCCL has no messages on this chip")
     x = mindspore.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
@@ -234,7 +234,7 @@ def test_messages(device, group):
 
 
 @pytest.mark.core
-def test_a_mesh_of_data_parallelism_creates_no_communicator(device, group):
+def test_a_data_parallel_mesh_creates_no_communicator(device, group):
     mesh = DeviceMesh({"dp": 2}, group)
     assert device.groups == {}
     assert mesh.dp_group is group
@@ -281,11 +281,11 @@ def test_a_group_of_one_rank_updates_without_a_communicator(device, group, param
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("GPU", {"ep": 2}, r"ep=2 cannot be under MindSpore's library for GPUs \(nccl\), which has no all-to-all"),
-        ("310P", {"pp": 2}, r"pp=2 cannot be under HCCL on this chip \(ascend310p\), which has no messages"),
+        ("GPU", {"ep": 2}, r"ep=2 is not supported by MindSpore's library for GPUs \(nccl\), which has no all-to-all"),
+        ("310P", {"pp": 2}, r"pp=2 is not supported by HCCL on this chip \(ascend310p\), which has no messages"),
     ],
 )
-def test_meshes_that_need_what_the_library_lacks_are_refused(monkeypatch, name, sizes, message):
+def test_meshes_that_the_communication_library_does_not_support_are_refused(monkeypatch, name, sizes, message):
     StandInDevice(monkeypatch, **DEVICES[name])
     with pytest.raises(ValueError, match=message + ".*; use dp or tp on this device; on CPU, MPI has: mindnlp-dp run"):
         init_device_mesh(sizes, ProcessGroup(MindSporeTransport()))
@@ -296,7 +296,9 @@ def test_meshes_that_need_what_the_library_lacks_are_refused(monkeypatch, name, 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("compression", [None, "fp16"])
-def test_buckets_are_exchanged_within_the_backward_pass_or_after_it(device, group, parameters, compression, overlap):
+def test_buckets_are_exchanged_during_the_backward_pass_only_with_overlap(
+    device, group, parameters, compression, overlap
+):
     """Check the type of the exchanged buckets; gradients are float32 before and after the exchange."""
     sync = GradientSynchronizer(parameters, group, overlap=overlap, bucket_cap_mb=1e-3, compression=compression)
     for number, value in enumerate((1.0, 2.0, 3.0)):
@@ -320,7 +322,7 @@ def test_buckets_are_exchanged_within_the_backward_pass_or_after_it(device, grou
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_a_gradient_changed_in_place_on_the_device_is_seen_while_the_order_is_learned(group, parameters, value):
+def test_overlap_detects_a_gradient_changed_in_place_in_the_first_update(group, parameters, value):
     sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
     with sync.backward(4.0):
         gradients = backward(parameters, 2.0)
@@ -333,7 +335,7 @@ def test_a_gradient_changed_in_place_on_the_device_is_seen_while_the_order_is_le
     assert sync.overlap.off_reason.startswith("a gradient was changed")
 
 
-def test_a_gradient_replaced_in_a_later_update_is_seen_in_the_next_one_that_is_checked(group, parameters, monkeypatch):
+def test_overlap_detects_a_gradient_replaced_in_a_later_update(group, parameters, monkeypatch):
     monkeypatch.setattr(overlap, "CHECKED_EVERY", 4)
     sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
     for _ in range(3):
@@ -346,7 +348,7 @@ def test_a_gradient_replaced_in_a_later_update_is_seen_in_the_next_one_that_is_c
     assert not any(mean.asnumpy().any() for mean in means)
 
 
-def test_hooks_run_no_operators_of_their_own_once_the_order_is_learned(device, group):
+def test_overlap_hooks_add_no_operators_once_the_order_is_learned(device, group):
     """Count three operators per parameter, as without hooks: two views and one copy."""
 
     def operators(num_parameters):
@@ -368,7 +370,7 @@ def test_hooks_run_no_operators_of_their_own_once_the_order_is_learned(device, g
     assert operators(30) - operators(20) == 3 * 10
 
 
-def test_a_trial_takes_the_time_when_the_device_has_done_its_work(device, group, parameters):
+def test_the_device_is_synchronized_only_in_the_overlap_trial(device, group, parameters):
     """Check that updates with and without overlap are measured alike, and updates after the trial do not wait."""
     sync = GradientSynchronizer(parameters, group, overlap="auto")
     waits = []
@@ -379,20 +381,20 @@ def test_a_trial_takes_the_time_when_the_device_has_done_its_work(device, group,
     assert waits == [0, *[2] * 2 * TRIAL_PAIRS, 0, 0, 0]
 
 
-def test_gradients_that_hold_nan_and_were_not_changed_are_no_change(group, parameters):
+def test_overlap_does_not_take_nan_gradients_for_changed_ones(group, parameters):
     sync = GradientSynchronizer(parameters, group, overlap=True)
     for value in (1.0, 2.0, float("nan"), 3.0):
         run_update(sync, parameters, value)
     assert sync.overlap.state is OverlapState.ON
 
 
-def test_buckets_are_larger_on_a_device(group, parameters):
+def test_the_default_bucket_cap_is_25_mb_on_a_device(group, parameters):
     assert GradientSynchronizer(parameters, group).bucket_cap_mb == 25
     assert GradientSynchronizer(parameters, group, bucket_cap_mb=3).bucket_cap_mb == 3
 
 
 @every_device
-def test_bfloat16_is_compressed_where_the_library_adds_it(device, group, parameters):
+def test_bf16_compression_is_refused_where_the_library_has_no_bfloat16_sum(device, group, parameters):
     refusals = {"": "GPUs", "ascend910": r"this chip \(ascend910\)", "ascend310p": r"this chip \(ascend310p\)"}
     if device.chip in refusals:
         what = refusals[device.chip]
@@ -404,7 +406,7 @@ def test_bfloat16_is_compressed_where_the_library_adds_it(device, group, paramet
 
 
 @pytest.mark.parametrize("name", ["910A", "310P"])
-def test_parameters_of_bfloat16_are_refused_where_the_chip_has_none(monkeypatch, name):
+def test_bfloat16_parameters_are_refused_on_chips_without_bfloat16(monkeypatch, name):
     device = StandInDevice(monkeypatch, **DEVICES[name])
     group = ProcessGroup(MindSporeTransport())
     parameters = [nn.Parameter(mindspore.Tensor(np.zeros(3, np.float32)).astype(mindspore.bfloat16))]
@@ -413,7 +415,7 @@ def test_parameters_of_bfloat16_are_refused_where_the_chip_has_none(monkeypatch,
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_parameters_of_other_types(device, group, dtype):
+def test_buckets_average_float16_bfloat16_and_float64_gradients(device, group, dtype):
     if dtype == "bfloat16" and device.chip == "ascend310p":
         pytest.skip("refused")
     (layout,) = pack_buckets(SHAPES, [dtype] * len(SHAPES), 25)
@@ -437,7 +439,7 @@ def mindspores_adam(parameters):
     return mindspore.nn.Adam(parameters, 1e-3), parameters
 
 
-def test_a_steady_update_waits_for_the_device_so_often(group, parameters):
+def test_an_exchange_of_gradients_reads_from_the_device_once(group, parameters):
     """Count the waits, each of which idles the device: only the header is read; it carries all that ranks exchange."""
     sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
     for _ in range(3):
@@ -449,7 +451,7 @@ def test_a_steady_update_waits_for_the_device_so_often(group, parameters):
 
 
 @pytest.mark.parametrize("make", [adamw, mindspores_adam])
-def test_a_whole_step_waits_for_the_device_so_often(group, make):
+def test_a_training_step_reads_from_the_device_once(group, make):
     """Count one wait: the update's header has the losses and the gradient norm; the optimizers add none."""
     parameters = [
         mindspore.Parameter(mindspore.Tensor(np.ones(shape, np.float32)), name=f"p{index}")
@@ -476,7 +478,7 @@ def test_a_whole_step_waits_for_the_device_so_often(group, make):
     assert isinstance(step.grad_norm, float)
 
 
-def test_a_rank_that_reads_from_its_device_is_seen_to_wait(group, tmp_path, monkeypatch):
+def test_the_heartbeat_names_what_a_device_read_waits_for(group, tmp_path, monkeypatch):
     """Check every host read of an update, and that of a number: other ranks may not have begun what it waits for."""
     path, calls = tmp_path / "heartbeats", []
     memory = heartbeat.create(path, 1)
@@ -503,7 +505,7 @@ def test_a_rank_that_reads_from_its_device_is_seen_to_wait(group, tmp_path, monk
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_micro_steps_do_not_wait_for_the_device(group, overlap, max_grad_norm):
+def test_gradient_accumulation_reads_from_the_device_once_per_update(group, overlap, max_grad_norm):
     """Check an update of four micro-batches, with and without clipping, whose losses are looked at for NaN."""
     optimizer, parameters = adamw([mindspore.Tensor(np.ones(3, np.float32))])
     step = make_train_step(
@@ -522,7 +524,7 @@ def test_micro_steps_do_not_wait_for_the_device(group, overlap, max_grad_norm):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bad", [(0,), (1,), (2,), (0, 2)])
-def test_a_micro_step_whose_deferred_loss_is_nan_is_left_out(group, parameters, overlap, bad):
+def test_a_micro_batch_with_a_nan_loss_is_left_out_of_the_mean(group, parameters, overlap, bad):
     sync = GradientSynchronizer(parameters, group, overlap=overlap, bucket_cap_mb=1e-3)
     for _ in range(3):
         run_update(sync, parameters, 1.0)
@@ -549,7 +551,7 @@ def test_a_micro_step_whose_deferred_loss_is_nan_is_left_out(group, parameters, 
     assert sync.num_skipped == 0
 
 
-def test_an_update_whose_losses_are_all_nan_is_left_out_with_a_warning(group):
+def test_an_update_with_only_nan_losses_is_skipped_with_a_warning(group):
     optimizer, parameters = adamw([mindspore.Tensor(np.ones(3, np.float32))])
     step = make_train_step(
         lambda x: (parameters[0] * x).mean(), optimizer, parameters, group=group, overlap=True, max_grad_norm=1.0
@@ -565,7 +567,7 @@ def test_an_update_whose_losses_are_all_nan_is_left_out_with_a_warning(group):
     assert (parameters[0].asnumpy() != before).all()
 
 
-def test_a_parameter_that_only_a_bad_micro_step_used_has_no_gradient(group, parameters):
+def test_a_parameter_used_only_by_a_nan_micro_batch_has_no_gradient(group, parameters):
     sync = GradientSynchronizer(parameters, group, overlap=False)
     for number, loss in enumerate((1.0, float("nan"))):
         gradients = tensors(2)
@@ -577,9 +579,7 @@ def test_a_parameter_that_only_a_bad_micro_step_used_has_no_gradient(group, para
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_an_error_of_the_device_comes_with_the_next_read_and_leaves_no_partial_window(
-    device, group, parameters, overlap
-):
+def test_a_device_error_is_raised_at_the_next_read_and_drops_the_gradients(device, group, parameters, overlap):
     sync = GradientSynchronizer(parameters, group, overlap=overlap, bucket_cap_mb=1e-3)
     for _ in range(3):
         run_update(sync, parameters, 1.0)
@@ -594,7 +594,7 @@ def test_an_error_of_the_device_comes_with_the_next_read_and_leaves_no_partial_w
     assert sync.total_loss_weight == 2 * 4.0
 
 
-def test_the_result_of_an_asynchronous_sum_is_not_there_before_the_stream_waits(monkeypatch):
+def test_the_simulated_async_all_reduce_has_no_result_before_wait(monkeypatch):
     StandInDevice(monkeypatch, "Ascend")
     x = mindspore.Tensor(np.ones(3, np.float32))
     handle = mindspore.mint.distributed.all_reduce(x, async_op=True)
@@ -605,7 +605,7 @@ def test_the_result_of_an_asynchronous_sum_is_not_there_before_the_stream_waits(
 
 
 @pytest.mark.parametrize("target", ["Ascend", "GPU"])
-def test_sums_that_differ_in_the_last_bit_are_no_change_of_a_gradient(monkeypatch, parameters, target):
+def test_overlap_tolerates_sums_of_a_nondeterministic_device(monkeypatch, parameters, target):
     """Check a device that is not deterministic, which adds the same gradient to other bits the second time."""
     StandInDevice(monkeypatch, target, is_deterministic=False)
     x = mindspore.Tensor(np.full(3, 0.1, np.float32))
@@ -620,7 +620,7 @@ def test_sums_that_differ_in_the_last_bit_are_no_change_of_a_gradient(monkeypatc
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
-def test_a_divided_update(device, group, parameters, zero_stage):
+def test_zero_stages_update_as_one_process_on_a_device(device, group, parameters, zero_stage):
     """Give all gradients of an update one value, so that the slices of the simulated rank equal those of this rank."""
     optimizer = optim.AdamW(parameters, lr=1e-2)
     sync = GradientSynchronizer(parameters, group, overlap=True)
@@ -696,18 +696,18 @@ def operators_of_an_update(group, num_parameters):
     return len(methods) + len(functions)
 
 
-def test_a_parameter_costs_few_operators(group):
+def test_an_update_runs_three_operators_per_parameter(group):
     """Count three operators per parameter, two views and one copy; all other operators are per bucket."""
     assert operators_of_an_update(group, 30) - operators_of_an_update(group, 20) == 3 * 10
 
 
-def test_gradients_are_weighted_and_added(bucket):
+def test_a_bucket_adds_weighted_gradients(bucket):
     put_all(bucket, 1, 3.0)
     put_all(bucket, 5, 0.5)
     assert_all(results(bucket, scale=0.25), 2 * (3 + 2.5) / 4)
 
 
-def test_a_gradient_that_is_not_there_counts_as_zeros(bucket):
+def test_a_bucket_counts_a_missing_gradient_as_zeros(bucket):
     bucket.put(1, tensors(1)[1], 2.0)
     bucket.put(1, tensors(1)[1], 3.0)
     bucket.put(0, tensors(4)[0], 1.0)
@@ -717,14 +717,14 @@ def test_a_gradient_that_is_not_there_counts_as_zeros(bucket):
     assert not any(mean.asnumpy().any() for mean in rest)
 
 
-def test_gradients_of_several_types_in_one_bucket(bucket):
+def test_a_bucket_accepts_float16_gradients_of_float32_parameters(bucket):
     """Check that a caller may pass float16 gradients for float32 parameters."""
     for index, (wide, half) in enumerate(zip(tensors(4), tensors(4, "float16"))):
         bucket.put(index, half if index % 2 else wide, 1.0)
     assert_all(results(bucket), 8)
 
 
-def test_what_was_kept_is_restored_after_the_sum_and_after_half_a_backward_pass(bucket):
+def test_rollback_restores_the_snapshot_of_a_bucket(bucket):
     put_all(bucket, 2, 1.0)
     bucket.snapshot()
     put_all(bucket, 100, 1.0)
@@ -738,7 +738,7 @@ def test_what_was_kept_is_restored_after_the_sum_and_after_half_a_backward_pass(
     assert_all(results(bucket), 0)
 
 
-def test_results_can_be_written_to_and_are_nobody_elses(bucket):
+def test_gradients_read_from_a_bucket_are_writable_copies(bucket):
     """Check that gradients are not views: MindNLP's clip_grad_norm_ assigns to them, and MindSpore refuses views."""
     put_all(bucket, 1, 1.0)
     means = results(bucket)
@@ -747,7 +747,7 @@ def test_results_can_be_written_to_and_are_nobody_elses(bucket):
     assert_all([bucket.get(index) for index in range(len(SHAPES))], 2)
 
 
-def test_a_gradient_may_change_once_all_of_its_bucket_were_put(bucket):
+def test_a_gradient_may_change_after_its_bucket_is_full(bucket):
     gradients = tensors(1)
     for index, gradient in enumerate(gradients):
         bucket.put(index, gradient, 1.0)

@@ -22,7 +22,7 @@ UNEVEN = ["pp=2,dp=2|1,tp=1|2", "pp=2,tp=2|1,dp=1|2", "pp=2,dp=3|1,tp=1", "pp=2,
 
 
 class Group:
-    """A group of the modelled job, for one of its ranks."""
+    """A group of the modeled job, for one of its ranks."""
 
     def __init__(self, streams, ranks, rank, matches_in_order):
         self._given = streams, matches_in_order
@@ -123,7 +123,7 @@ def run_update(mesh, schedule, num_micro_batches, *, matches_in_order=True, fail
 @pytest.mark.core
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages", range(2, 9))
-def test_every_schedule_completes_on_streams_that_match_messages_in_order(schedule, num_stages):
+def test_every_pipeline_schedule_completes_on_device_streams(schedule, num_stages):
     for num_micro_batches in range(1, 17):
         results = run_update(f"pp={num_stages}", schedule, num_micro_batches)
         assert results == [[1.0] * num_micro_batches] * num_stages
@@ -131,7 +131,7 @@ def test_every_schedule_completes_on_streams_that_match_messages_in_order(schedu
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "dp=2,pp=3", *UNEVEN])
-def test_stages_of_several_ranks_complete(schedule, mesh):
+def test_pipeline_stages_of_several_ranks_complete_on_device_streams(schedule, mesh):
     for num_micro_batches in (1, 2, 5):
         for losses in run_update(mesh, schedule, num_micro_batches):
             # Ranks that split a micro-batch have their part of its loss.
@@ -140,7 +140,7 @@ def test_stages_of_several_ranks_complete(schedule, mesh):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_messages_in_program_order_deadlock_on_these_streams(schedule, num_stages):
+def test_pipeline_messages_in_program_order_deadlock_on_device_streams(schedule, num_stages):
     """Check the model: it finds the deadlock of sends that are issued as soon as an activation is made."""
     for num_micro_batches in (1, 2, 4):
         results = run_update(f"pp={num_stages}", schedule, num_micro_batches, matches_in_order=False)
@@ -152,7 +152,7 @@ def test_messages_in_program_order_deadlock_on_these_streams(schedule, num_stage
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_a_stage_that_fails_raises_its_error_without_waiting_for_the_others(schedule, kind):
+def test_a_failing_pipeline_stage_raises_its_error_without_waiting(schedule, kind):
     """The other stages wait for it until the launcher ends them, because a device cannot take a message back."""
     for stage in range(4):
         for number in (0, 2, 5):

@@ -38,7 +38,7 @@ def hooks():
 # --- architecture.md ---
 
 
-def test_the_list_of_files_is_the_generated_one():
+def test_the_list_of_files_is_up_to_date():
     """Python docs/hooks.py writes it."""
     listed = re.search(r"^mindnlp_dp/\n.*?(?=\n```$)", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[0]
     assert listed == hooks().file_list(PACKAGE)
@@ -50,11 +50,11 @@ def test_files_in_the_diagrams_exist():
     files = [f"/{path.relative_to(ROOT).as_posix()}" for path in PACKAGE.rglob("*.py")]
     named = set(re.findall(r"[\w/]+\.py\b", read(DOCS / "architecture.md")))
     assert len(named) > 20
-    named -= {"scripts/finetune.py", "scripts/finetune_llm.py"}
+    named -= {"scripts/finetune.py", "scripts/finetune_llm.py", "docs/hooks.py"}
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
-def test_the_layers_are_those_that_are_checked():
+def test_the_documented_layers_are_those_of_import_linter():
     told = re.search(r"^```\ncommands \| text.*?^```", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[0]
     held = re.search(r"^layers = \[\n(.*?)^\]", read(ROOT / "pyproject.toml"), re.DOTALL | re.MULTILINE)[1]
     assert told.splitlines()[1:-1] == re.findall(r'"(.+)"', held)
@@ -64,7 +64,7 @@ def test_the_layers_are_those_that_are_checked():
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.zh.md")), ids=lambda page: page.name)
-def test_a_chinese_page_has_the_headings_and_the_code_of_its_twin(page):
+def test_chinese_pages_have_the_headings_code_and_links_of_the_english_ones(page):
     chinese, english = read(page), read(page.with_name(page.name.replace(".zh.md", ".md")))
     blocks = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
     assert blocks.findall(chinese) == blocks.findall(english)
@@ -78,7 +78,7 @@ def test_a_chinese_page_has_the_headings_and_the_code_of_its_twin(page):
 
 
 @pytest.mark.parametrize("kind", [RunConfig, ParallelConfig, TaskConfig, FinetuneConfig, LanguageModelingConfig])
-def test_the_table_of_flags_is_the_dataclass(kind):
+def test_the_table_of_flags_matches_the_dataclass(kind):
     fields = {field.name: field for field in dataclasses.fields(kind)}
     expected = [(name, fields[name].default, fields[name].metadata["help"]) for name in kind.__annotations__]
     file = Path(inspect.getsourcefile(kind))
@@ -88,7 +88,7 @@ def test_the_table_of_flags_is_the_dataclass(kind):
     assert f"<!-- flags: {file.relative_to(ROOT)} {kind.__name__} -->" in read(DOCS / "arguments.md")
 
 
-def test_the_table_of_arguments_is_the_dataclass():
+def test_the_table_of_arguments_matches_the_dataclass():
     kind = dp.DataParallelArguments.__base__
     inherited = {field.name for field in dataclasses.fields(kind.__base__)}
     expected = [(f.name, f.default, f.metadata["help"]) for f in dataclasses.fields(kind) if f.name not in inherited]
@@ -97,7 +97,7 @@ def test_the_table_of_arguments_is_the_dataclass():
     assert [(name, default, meaning) for name, _, default, meaning in rows] == expected
 
 
-def test_the_page_of_arguments_becomes_tables():
+def test_the_arguments_page_is_rendered_with_tables():
     page = hooks().on_page_markdown(read(DOCS / "arguments.md"))
     assert "<!--" not in page
     assert "| `--train-file` | `str` | `''` |" in page
@@ -110,7 +110,7 @@ def test_a_setting_without_help_is_refused(tmp_path):
         hooks().settings(tmp_path / "config.py", "C")
 
 
-def test_the_reference_has_every_public_name():
+def test_the_api_reference_lists_every_public_name():
     named = re.findall(r"^::: mindnlp_dp\.([\w.]+)$", read(DOCS / "api.md"), re.MULTILINE)
     assert len(set(named)) == len(named)
     assert {*dp.__all__, *(f"optim.{name}" for name in optim.__all__)} <= set(named)
@@ -134,7 +134,7 @@ def test_every_page_is_in_the_navigation_once():
 # --- benchmarks.md ---
 
 
-def test_what_was_measured_stands_on_one_page():
+def test_measured_numbers_are_only_on_the_benchmarks_page():
     """Keep a changed number to one edit. Numbers of two digits are skipped: they may be versions, for example."""
 
     def decimals(text):
@@ -150,12 +150,12 @@ def test_what_was_measured_stands_on_one_page():
     assert {name: both for name, text in texts.items() if (both := decimals(text) & measured)} == {}
 
 
-def test_every_table_of_measurements_has_its_command():
+def test_every_section_of_measurements_names_its_command():
     for section in re.split(r"^## ", read(DOCS / "benchmarks.md"), flags=re.MULTILINE)[1:]:
         assert re.search(r"(?:benchmarks|scripts|tests)/\w+|bench_\w+\.(?:py|sh)", section), section.splitlines()[0]
 
 
-def test_every_setting_that_is_refused_or_has_no_effect_is_listed():
+def test_refused_and_ineffective_settings_are_documented():
     page = read(DOCS / "arguments.md")
     section = page[page.index("## What the Trainers refuse") : page.index("## scripts/finetune.py")]
     source = read(ROOT / "mindnlp_dp/training/trainer/mindnlp_0_5/arguments.py")
@@ -169,7 +169,7 @@ def test_every_setting_that_is_refused_or_has_no_effect_is_listed():
 # --- troubleshooting.md ---
 
 
-def test_messages_are_those_that_the_source_has():
+def test_documented_error_messages_exist_in_the_source():
     """Match each message in the table to an f-string whose constant text is more than a third of the message."""
     templates = []
     for path in PACKAGE.rglob("*.py"):
@@ -188,7 +188,7 @@ def test_messages_are_those_that_the_source_has():
         assert max(found, default=0) > len(message) / 3, message
 
 
-def test_messages_of_mpi_and_mindspore_are_theirs():
+def test_documented_messages_of_mpi_and_mindspore_exist_in_their_libraries():
     """Look for each message in the library of MindSpore's cluster, and in the texts of OpenMPI's launcher."""
     said = re.findall(r"^\| `(\D[^`]+)` \| (MPI|MindSpore): ", read(DOCS / "troubleshooting.md"), re.MULTILINE)
     assert len(said) == 5
@@ -215,7 +215,7 @@ def test_statements_about_ascend_have_a_source():
         assert [row for row in rows if not re.search(r"https://|wheel 2\.10", row) and not row.startswith(ours)] == []
 
 
-def test_versions_of_cann_are_those_that_mindspore_accepts():
+def test_documented_cann_versions_are_accepted_by_mindspore():
     """Compare the row of the installed MindSpore with the list in its wheel."""
     mindspore = Path(importlib.util.find_spec("mindspore").origin).parent
     version = re.search(r"'(\d+\.\d+\.\d+)", read(mindspore / "version.py"))[1]
@@ -239,7 +239,7 @@ def test_versions_of_cann_are_those_that_mindspore_accepts():
         ("wheel was not installed correctly", "communication/management.py"),
     ],
 )
-def test_messages_of_mindspore_on_ascend_are_its_own(message, file):
+def test_documented_ascend_messages_exist_in_mindspore(message, file):
     mindspore = Path(importlib.util.find_spec("mindspore").origin).parent
     assert message in read(DOCS / "ascend.md")
     assert message.encode() in (mindspore / file).read_bytes()
@@ -248,11 +248,11 @@ def test_messages_of_mindspore_on_ascend_are_its_own(message, file):
 # --- what CI runs ---
 
 
-def test_the_hooks_of_a_commit_are_what_the_test_script_runs():
+def test_pre_commit_hooks_are_run_by_the_test_script():
     [repository] = yaml.safe_load(read(ROOT / ".pre-commit-config.yaml"))["repos"]
     assert repository["repo"] == "local"
     entries = [hook["entry"] for hook in repository["hooks"]]
-    assert entries == ["ruff check .", "ruff format --check .", "mypy", "lint-imports"]
+    assert entries == ["ruff check .", "ruff format --check .", "codespell .", "mypy", "lint-imports"]
     script = read(ROOT / "scripts" / "test.sh")
     for hook in repository["hooks"]:
         assert hook["language"] == "system"

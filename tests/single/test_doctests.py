@@ -18,12 +18,12 @@ WITH_EXAMPLES = sorted(
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_examples_give_what_they_say(name):
+def test_docstring_examples_give_the_documented_output(name):
     module = importlib.import_module(name)
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
 
 
-def test_there_are_examples():
+def test_the_package_has_docstring_examples():
     assert len(WITH_EXAMPLES) > 20

@@ -1,4 +1,4 @@
-"""Test the numbers of the elements that dropout drops: a sample has its mask on any rank, at any padded length."""
+"""Test dropout masks: a sample has the same mask in any batch, on any rank, and at any padded length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindnlp_dp.data.batches import streams_of
 from mindnlp_dp.kernels import dropout
-from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, Shard, ShardOf, seeded, shared_by_samples
+from mindnlp_dp.runtime.random_state import MaskRecord, SampleShard, SampleStreams, ShardOf, seeded, shared_by_samples
 
 # Samples, tokens, features, heads, choices and batches end to end; letters without a space are one dimension.
 LAYOUTS = [
@@ -47,7 +47,7 @@ def first_tokens(mask, tokens, size):
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5])
 @pytest.mark.parametrize("shape", [(400, 10_001), (40, 4, 160, 150)])
-def test_masks_of_samples_drop_the_share_and_are_independent(p, shape):
+def test_sample_masks_drop_the_fraction_p_and_are_independent(p, shape):
     keep = sample_masks(shape, range(shape[0]), lengths=[160, 150], p=p).reshape(shape[0], -1) - (1 - p)
     assert abs(keep.sum()) < 5 * np.sqrt(keep.size * p * (1 - p))
     for one, other in ((keep[1:], keep[:-1]), (keep[:, 1:], keep[:, :-1])):
@@ -56,7 +56,7 @@ def test_masks_of_samples_drop_the_share_and_are_independent(p, shape):
 
 @given(num_rows=st.integers(1, 12), per_row=st.integers(1, 70), seed=st.integers(0, 99))
 @settings(max_examples=30)
-def test_a_sample_has_its_mask_in_any_batch(num_rows, per_row, seed):
+def test_a_sample_has_the_same_dropout_mask_in_any_batch(num_rows, per_row, seed):
     """Compare the rows of one batch with batches of single rows in another order."""
     positions = np.random.default_rng(seed).permutation(num_rows)
     expected = sample_masks((num_rows, per_row), range(num_rows), p=0.3)
@@ -66,7 +66,7 @@ def test_a_sample_has_its_mask_in_any_batch(num_rows, per_row, seed):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("length", [5, 31, 33, 64])
-def test_the_padded_length_does_not_change_a_mask(layout, length):
+def test_the_padded_length_does_not_change_a_dropout_mask(layout, length):
     """Compare a sample of 5 tokens that is padded beside others with the same sample alone, without padding."""
     padded, tokens = masks_by_sample(layout, [4, 0, 9], length)
     alone, _ = masks_by_sample(layout, [9], 5)
@@ -74,7 +74,7 @@ def test_the_padded_length_does_not_change_a_mask(layout, length):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_side_of_the_padding_does_not_change_a_mask(layout):
+def test_the_padding_side_does_not_change_a_dropout_mask(layout):
     """Texts of 5, 12 and 9 tokens are padded to 12 on the left, and on the right."""
     starts = {12: np.array([[7], [0], [3]]).repeat(2 if "R" in layout else 1, 1)}
     left, tokens = masks_by_sample(layout, [4, 0, 9], 12, starts=starts)
@@ -85,7 +85,7 @@ def test_the_side_of_the_padding_does_not_change_a_mask(layout):
         np.testing.assert_array_equal(mine, first_tokens(right[number], tokens, size))
 
 
-def test_attention_between_two_lengths():
+def test_padding_does_not_change_a_cross_attention_dropout_mask():
     """Cross-attention of 7 tokens of the decoder to 40 of the encoder, padded to 33 and 64."""
     padded = sample_masks((2, 4, 33, 64), [1, 2], lengths=[33, 64])
     np.testing.assert_array_equal(padded[1:, :, :7, :40], sample_masks((1, 4, 7, 40), [2], lengths=[7, 40]))
@@ -99,7 +99,7 @@ def test_attention_between_two_lengths():
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_padded_on_the_left", [False, True])
-def test_shards_of_heads_width_and_tokens_are_parts_of_one_process_masks(
+def test_masks_of_head_width_and_token_shards_are_slices_of_the_full_mask(
     of, shape, axis, bounds, is_padded_on_the_left
 ):
     positions, lengths = np.array([4, 0, 9]), [40, 41]
@@ -115,26 +115,28 @@ def test_shards_of_heads_width_and_tokens_are_parts_of_one_process_masks(
         own[axis] = last - first
         flat = (3 * own[1], 7) if len(shape) == 2 else tuple(own)
         # Three heads are one block.
-        shard = Shard(first // 3, last // 3, 2) if of is ShardOf.HEADS else Shard(first, last, bounds[-1], of)
+        shard = (
+            SampleShard(first // 3, last // 3, 2) if of is ShardOf.HEADS else SampleShard(first, last, bounds[-1], of)
+        )
         mine = sample_masks(flat, positions, lengths=lengths, starts=starts, shard=shard)
         parts.append(mine.reshape(own))
     np.testing.assert_array_equal(np.concatenate(parts, axis), expected)
 
 
-def test_shards_of_rows_that_are_several_to_a_sample():
+def test_masks_of_head_shards_are_slices_with_several_rows_per_sample():
     """Shard heads that are a dimension of each of a sample's two rows, and heads that are its rows."""
-    positions, shard, lengths = np.array([3, 1]), Shard(1, 2, 3), [40, 36]
+    positions, shard, lengths = np.array([3, 1]), SampleShard(1, 2, 3), [40, 36]
     whole = sample_masks((4, 6, 40, 36), positions, lengths=lengths).reshape(2, 2, 6, 40, 36)
     mine = sample_masks((4, 2, 40, 36), positions, lengths=lengths, shard=shard)
     np.testing.assert_array_equal(mine.reshape(2, 2, 2, 40, 36), whole[:, :, 2:4])
     flat = sample_masks((12, 40, 36), positions, lengths=lengths).reshape(2, 6, 40, 36)
-    for shard, of_six in ((Shard(1, 2, 3), slice(2, 4)), (Shard(2, 3, 6), slice(2, 3))):
+    for shard, of_six in ((SampleShard(1, 2, 3), slice(2, 4)), (SampleShard(2, 3, 6), slice(2, 3))):
         own = (2 * (of_six.stop - of_six.start), 40, 36)
         mine = sample_masks(own, positions, lengths=lengths, shard=shard)
         np.testing.assert_array_equal(mine.reshape(2, -1, 40, 36), flat[:, of_six])
 
 
-def test_in_a_step_the_mask_is_the_samples():
+def test_dropout_in_a_training_step_draws_masks_per_sample():
     """Several rows per sample belong to it, one row is for all, and other numbers of rows are drawn per rank."""
     streams = SampleStreams(5, np.array([2, 0]), frozenset([3]))
     with seeded(1, streams):
@@ -152,7 +154,7 @@ def test_in_a_step_the_mask_is_the_samples():
             assert dropout.dropout_mask(shape, 0.5, (9, 3)).size == math.prod(shape)
 
 
-def test_a_table_has_one_mask_for_all_samples():
+def test_a_position_table_has_one_dropout_mask_for_all_samples():
     """Tables with a row per token by their shape; others, such as DeBERTa's, in a block that says so."""
     with seeded(1, SampleStreams(5, np.array([2, 0]), frozenset([6]))):
         table = dropout.dropout_mask((6, 40), 0.5, (9, 3))
@@ -175,7 +177,7 @@ def test_a_table_has_one_mask_for_all_samples():
         ((512, 6), (512, 6), "may have 128 rows for each of 4 samples, or be a table"),
     ],
 )
-def test_a_mask_that_depends_on_other_samples_is_known(first, second, doubt):
+def test_a_dropout_mask_that_depends_on_other_samples_is_recorded(first, second, doubt):
     """The same dropout call of two updates, with 8 tokens and then 9; without a doubt, two calls."""
     record = MaskRecord()
     for shape, length in ((first, 8), (second, 9)):
@@ -185,7 +187,7 @@ def test_a_mask_that_depends_on_other_samples_is_known(first, second, doubt):
     assert bool(doubt) == bool(record.doubt)
 
 
-def test_padding_on_the_left_of_two_texts_of_one_length_is_known():
+def test_left_padding_of_two_texts_of_one_length_is_recorded():
     record = MaskRecord()
     masks = {"attention_mask": np.array([[0, 1, 1]]), "decoder_attention_mask": np.array([[1, 1, 1]])}
     streams_of({name: mask[:, 1:] for name, mask in masks.items()}, 1, record)
@@ -194,7 +196,7 @@ def test_padding_on_the_left_of_two_texts_of_one_length_is_known():
     assert "the same length and are padded on the left" in record.doubt
 
 
-def test_masks_never_change():
+def test_dropout_masks_equal_recorded_bits():
     """A resumed run needs the masks of the program that began it."""
     keep = sample_masks((2, 16), [0, 5], key=(1, 2))
     assert np.packbits(keep).tobytes().hex() == "68a4508a"

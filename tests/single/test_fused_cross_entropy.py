@@ -27,7 +27,7 @@ def loss_and_gradients(loss_of, *arrays):
 @pytest.mark.core
 @pytest.mark.parametrize("rows_of_a_chunk", [1, 7, 1000])
 @pytest.mark.parametrize(("rows", "inner", "classes"), [(1, 3, 2), (50, 16, 31), (7, 8, 1), (200, 24, 500)])
-def test_it_is_a_linear_layer_and_a_loss(monkeypatch, rows, inner, classes, rows_of_a_chunk):
+def test_the_fused_operator_equals_a_linear_layer_and_cross_entropy(monkeypatch, rows, inner, classes, rows_of_a_chunk):
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 4 * classes * rows_of_a_chunk)
     arrays = numbers(rows, inner), numbers(classes, inner, seed=1), numbers(classes, seed=2)
     labels = np.random.default_rng(3).integers(0, classes, rows)
@@ -45,7 +45,7 @@ def test_it_is_a_linear_layer_and_a_loss(monkeypatch, rows, inner, classes, rows
         np.testing.assert_allclose(mine, theirs, atol=2e-6 * max(np.abs(theirs).max(), 1e-3))
 
 
-def test_odd_inputs(monkeypatch):
+def test_fused_cross_entropy_handles_nan_ignored_labels_and_tied_weights(monkeypatch):
     x, weight = Tensor(numbers(4, 8)), Tensor(numbers(6, 8, seed=1))
     labels = np.array([0, -100, 5, 2])
     with_bias = functions.linear_cross_entropy(x, weight, Tensor(np.zeros(6, np.float32)), labels)
@@ -96,7 +96,7 @@ def outcome(model, columns):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_compute_the_same(kind):
+def test_models_with_fused_cross_entropy_have_the_same_loss_and_gradients(kind):
     dp.init_process_group()
     columns = batch(kind, 3)
     columns["labels"][0, :6] = -100
@@ -121,7 +121,7 @@ def test_models_compute_the_same(kind):
     np.testing.assert_array_equal(found.logits.asnumpy(), theirs.logits.asnumpy())
 
 
-def test_models_that_are_refused():
+def test_fuse_cross_entropy_refuses_unsupported_models_and_adapters():
     from mindnlp.peft import LoraConfig, get_peft_model
 
     for kind in ("bert", "masked", "t5"):

@@ -22,7 +22,7 @@ def homework(pytestconfig):
     return pytestconfig.rootpath / "homework"
 
 
-def test_data_parallel_is_single_plus_the_marked_lines(homework):
+def test_train_data_parallel_is_train_single_plus_seven_marked_lines(homework):
     single, parallel = (
         (homework / name).read_text().partition('"""\n\nimport sys')[2].splitlines()
         for name in ("train_single.py", "train_data_parallel.py")
@@ -33,7 +33,7 @@ def test_data_parallel_is_single_plus_the_marked_lines(homework):
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh.md", "results.md"])
-def test_what_the_texts_name_exists(homework, name):
+def test_paths_in_the_homework_texts_exist(homework, name):
     text = (homework / name).read_text(encoding="utf-8")
     links = re.findall(r"\]\(((?!https?:)[^)#]+)\)", text)
     named = re.findall(r"\b(?:scripts|configs|homework)/[\w.]+\w", text)
@@ -45,7 +45,7 @@ def test_what_the_texts_name_exists(homework, name):
     assert "RESULTS" not in text
 
 
-def test_every_config_is_read_and_says_what_it_is(pytestconfig):
+def test_every_config_is_valid_and_names_command_hardware_and_time(pytestconfig):
     files = sorted((pytestconfig.rootpath / "configs").glob("*.yaml"))
     assert len(files) >= 6
     for file in files:
@@ -56,7 +56,7 @@ def test_every_config_is_read_and_says_what_it_is(pytestconfig):
         assert re.search(r"\b(TIME|RESULT|TODO)\b", head) is None, file
 
 
-def test_the_same_settings_for_one_process_and_for_two_devices(pytestconfig):
+def test_configs_for_one_process_and_two_devices_have_the_same_settings(pytestconfig):
     single, *others = (
         {
             **read_config_file(str(pytestconfig.rootpath / f"configs/banking77_{name}.yaml"), FinetuneConfig),
@@ -67,7 +67,7 @@ def test_the_same_settings_for_one_process_and_for_two_devices(pytestconfig):
     assert all(other == single for other in others)
 
 
-def test_defaults_of_a_script_give_way():
+def test_flags_override_the_defaults_of_a_script():
     defaults = {"dataset": "hub/name", "model": "roberta-base", "learning_rate": 5e-5}
     scratch = {"learning_rate": 2e-3}
 
@@ -81,7 +81,7 @@ def test_defaults_of_a_script_give_way():
     assert parsed("--model", "tiny", "--learning-rate", "0.1") == ("hub/name", "", 0.1)
 
 
-def test_flags_that_a_script_has_no_use_for_are_refused(capsys, tmp_path):
+def test_unknown_flags_and_config_keys_of_a_script_are_refused(capsys, tmp_path):
     with pytest.raises(SystemExit):
         parse_config(TaskConfig, ["--save-steps", "50"])
     assert "unrecognized arguments: --save-steps 50" in capsys.readouterr().err
@@ -143,27 +143,31 @@ def server():
         thread.join()
 
 
-def test_a_download(download, server, tmp_path):
+def test_a_download_writes_the_published_files(download, server, tmp_path):
     download.fetch(tmp_path, server.url, server.md5)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.tsv")} == FILES
 
 
-def test_a_download_that_breaks_off_leaves_nothing(download, server, tmp_path):
+def test_an_interrupted_download_leaves_no_files(download, server, tmp_path):
     server.length += 10
-    with pytest.raises(download.DownloadError, match=rf"broke off after {len(server.content)} bytes, 10 are missing"):
+    with pytest.raises(
+        download.DownloadError, match=rf"was interrupted after {len(server.content)} bytes, 10 are missing"
+    ):
         download.fetch(tmp_path, server.url, server.md5)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_archive_is_refused(download, server, tmp_path):
+def test_an_archive_with_another_md5_is_refused(download, server, tmp_path):
     with pytest.raises(download.DownloadError, match="is not the archive that was published: its MD5 is"):
         download.fetch(tmp_path, server.url)
     assert list(tmp_path.glob("*.tsv")) == []
 
 
-def test_without_a_network_it_says_what_would_do(download, server, tmp_path):
+def test_a_download_without_network_advises_to_copy_the_archive(download, server, tmp_path):
     url = server.url.replace(str(server.server_port), "1")
-    with pytest.raises(download.DownloadError, match=r"cannot be reached \(.*\); fetch it where there is a network"):
+    with pytest.raises(
+        download.DownloadError, match=r"cannot be reached \(.*\); download it on a machine with a network"
+    ):
         download.fetch(tmp_path, url, server.md5)
     # The message advises this.
     (tmp_path / "emotion.tar.gz").write_bytes(server.content)

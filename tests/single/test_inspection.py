@@ -16,7 +16,7 @@ def arrays(dtype, shape=(300, 257), seed=0):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("layout", ["rows", "transposed", "strided"])
-def test_every_kind_of_change_is_seen(dtype, layout):
+def test_every_kind_of_change_changes_the_fingerprint(dtype, layout):
     def fresh():
         array = arrays(dtype)
         return {"rows": array, "transposed": array.T, "strided": array[::2, 1::3]}[layout]
@@ -40,19 +40,19 @@ def test_every_kind_of_change_is_seen(dtype, layout):
         assert fingerprint(array) != before, what
 
 
-def test_a_gradient_of_two_labels_that_is_reversed():
+def test_negating_a_gradient_with_zero_sum_changes_the_fingerprint():
     """Check a gradient of exactly [g, -g], whose sum is zero before and after the change of sign."""
     g = arrays("float32", (768,))
     for both in (np.stack([g, -g]), np.stack([g, -g], axis=1)):
         assert fingerprint(both) != fingerprint(-both)
 
 
-def test_numbers_whose_sum_overflows():
+def test_scaling_numbers_whose_sum_overflows_changes_the_fingerprint():
     array = np.full((64, 64), 2000, np.float16)
     assert fingerprint(array) != fingerprint(array * np.float16(0.5))
 
 
-def test_a_nan_that_stays_is_no_change():
+def test_an_unchanged_nan_keeps_the_fingerprint():
     array = arrays("float32")
     array[5, 5] = np.nan
     assert fingerprint(array) == fingerprint(array.copy())
@@ -60,7 +60,7 @@ def test_a_nan_that_stays_is_no_change():
 
 @given(st.integers(0, 200_000), st.integers(0, 10**9), st.integers(1, 2**31))
 @settings(max_examples=50)
-def test_any_bits_anywhere_are_seen(length, where, flip):
+def test_any_flipped_bits_change_the_fingerprint(length, where, flip):
     array = arrays("float32", (length + 1,))
     before = fingerprint(array)
     array.view(np.uint32)[where % (length + 1)] ^= np.uint32(flip)
@@ -68,12 +68,12 @@ def test_any_bits_anywhere_are_seen(length, where, flip):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,)])
-def test_small_ones(shape):
+def test_empty_and_scalar_arrays_have_a_fingerprint(shape):
     assert fingerprint(np.ones(shape, np.float32)) == fingerprint(np.ones(shape, np.float32))
     assert is_finite(np.ones(shape, np.float32))
 
 
-def test_finite_and_not():
+def test_is_finite_is_false_only_for_nan_and_infinity():
     assert is_finite(np.full(100, 3e38, np.float32)), "their sum is infinite, they are not"
     for bad in (np.nan, np.inf, -np.inf):
         array = arrays("float32")

@@ -217,7 +217,7 @@ def distance(x, y):
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
-def test_as_mindspore_computes_it(name):
+def test_every_kernel_matches_mindspore_and_float64(name):
     function, *shapes = CASES[name]
     errors = []
     for seed in range(5):
@@ -233,7 +233,7 @@ def test_as_mindspore_computes_it(name):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "mindspore"])
-def test_a_parameter_that_was_used_while_it_was_frozen_trains_later(kernels):
+def test_a_parameter_unfrozen_after_use_gets_gradients(kernels):
     dispatch.choose(kernels, 1)
     layer, table, norm = nn.Linear(3, 4), nn.Embedding(5, 3), nn.LayerNorm(3)
     ids = Tensor(np.arange(4))
@@ -257,7 +257,7 @@ def test_a_parameter_that_was_used_while_it_was_frozen_trains_later(kernels):
     assert gradients()[3:] == pytest.approx(alone)
 
 
-def test_adapters_with_hooks_or_without_rows():
+def test_lora_layers_run_forward_hooks_and_accept_empty_batches():
     from mindnlp.peft import LoraConfig, get_peft_model
 
     model = LlamaModel(LlamaConfig(60, 16, 32, 1, 2, max_position_embeddings=16))
@@ -292,7 +292,7 @@ def laid_out(x, how):
     st.lists(st.integers(1, 3), max_size=3), st.tuples(*[st.integers(0, 70)] * 3), st.tuples(STRIDES, STRIDES),
     st.tuples(st.booleans(), st.booleans()), st.sampled_from([1, 3]),
 )  # fmt: skip
-def test_products_of_any_shape_and_strides(batch, sizes, strides, is_batch, num_cores):
+def test_matmul_is_right_for_any_shape_and_strides(batch, sizes, strides, is_batch, num_cores):
     rows, inner, columns = sizes
     a, b = numbers(*batch * is_batch[0], rows, inner), numbers(*batch * is_batch[1], inner, columns)
     of_a, of_b = strides
@@ -336,7 +336,7 @@ def factors(draw):
 
 @settings(max_examples=300)
 @given(factors(), st.sampled_from([1, 3]), st.booleans())
-def test_batched_products_write_no_other_memory(both, num_cores, medium):
+def test_batched_matmul_writes_only_its_output(both, num_cores, medium):
     a, b, order = both
     out, around = guarded_empty((*a.shape[:-1], b.shape[-1]), order)
     with pytest.MonkeyPatch.context() as patches:
@@ -355,7 +355,7 @@ def test_batched_products_write_no_other_memory(both, num_cores, medium):
     assert all((part == 12345.5).all() for part in around)
 
 
-def test_batches_that_onednn_takes_wrong_go_one_by_one():
+def test_batches_that_onednn_miscomputes_are_split():
     """Found with AVX-512: results of these were wrong, and other memory was overwritten."""
 
     def goes_in_one_call(a, b, out):
@@ -375,7 +375,7 @@ def test_batches_that_onednn_takes_wrong_go_one_by_one():
     assert not goes_in_one_call(a, b, numbers(2, 3, 12, 5).swapaxes(0, 1))
 
 
-def test_without_onednn(monkeypatch):
+def test_matmul_without_onednn_gives_the_same_products(monkeypatch):
     a, b, many = numbers(100, 70), numbers(70, 80), numbers(3, 2, 90, 100)
     bias = numbers(80)
     with_it = matmul.product(a, b, bias), matmul.matmul(many, many.swapaxes(-1, -2)), matmul.matmul(a, b)
@@ -386,7 +386,7 @@ def test_without_onednn(monkeypatch):
 
 
 @pytest.mark.parametrize("num_cores", [2, 3, 8])
-def test_the_number_of_cores_changes_no_bit(num_cores):
+def test_kernels_are_bitwise_equal_on_any_number_of_cores(num_cores):
     x, w, bias = numbers(1300, 1001), numbers(1536, 1001), numbers(1536)
     heads = numbers(8, 12, 40, 32)
     long = numbers(2, 3, 200, 64)
@@ -413,7 +413,7 @@ def test_the_number_of_cores_changes_no_bit(num_cores):
         np.testing.assert_array_equal(one, several)
 
 
-def test_a_process_that_ends_computes_alone():
+def test_kernels_work_while_the_process_exits():
     script = """if True:
         import atexit, mindnlp_dp, numpy
         mindnlp_dp.init_process_group()
@@ -427,13 +427,13 @@ def test_a_process_that_ends_computes_alone():
     assert done.stdout.split()[-1] == str(np.float32(300_000_000))
 
 
-def test_results_lie_row_by_row():
+def test_matmul_results_are_contiguous():
     heads = [in_heads(Tensor(numbers(2, 9, 24, seed=seed))) for seed in range(2)]
     for result in (ops.matmul(heads[0], heads[1].swapaxes(-1, -2)), ops.matmul(heads[0].swapaxes(-1, -2), heads[1])):
         assert result.is_contiguous()
 
 
-def test_an_error_on_another_core_is_raised():
+def test_an_error_in_a_worker_thread_is_raised():
     def part(first, last):
         if first:
             raise RuntimeError(f"at {first}")
@@ -444,7 +444,7 @@ def test_an_error_on_another_core_is_raised():
     workers.use_cores(1)
 
 
-def test_a_forked_process_computes_alone():
+def test_kernels_work_in_a_forked_process():
     workers.use_cores(3)
     x, weight = numbers(1000, 384), numbers(1536, 384)
     expected = matmul.product(x, weight.T)
@@ -457,13 +457,13 @@ def test_a_forked_process_computes_alone():
     assert status == 0
 
 
-class TestOddInputs:
+class TestUnusualInputs:
     """Checks that our kernels treat unusual inputs as MindSpore's kernels do."""
 
     INFINITE = np.array([-np.inf, np.inf, np.nan, 1e30, -1e30, -0.0, 0.0, 5.0, -5.0], np.float32)
 
     @pytest.mark.parametrize("function", [F.gelu, lambda x: F.gelu(x, approximate="tanh"), quick_gelu])
-    def test_infinities_and_no_numbers(self, function):
+    def test_gelu_of_infinity_and_nan_matches_mindspore(self, function):
         mine, theirs = (value_and_gradients(function, [self.INFINITE], kernels) for kernels in ("auto", "mindspore"))
         for x, y in zip(mine, theirs):
             # Whether GELU of infinity is infinity or no number depends on the core.
@@ -471,13 +471,13 @@ class TestOddInputs:
             np.testing.assert_array_equal(np.isfinite(x), is_finite)
             np.testing.assert_allclose(x[is_finite], y[is_finite], rtol=1e-5, atol=1e-5)
 
-    def test_one_row_that_is_no_number_spoils_no_other(self):
+    def test_a_nan_row_does_not_change_other_rows(self):
         x = numbers(6, 30)
         x[2, 3] = np.nan
         for y in (F.linear(Tensor(x), Tensor(numbers(5, 30))), F.layer_norm(Tensor(x), (30,))):
             assert np.isnan(y.asnumpy()).any(1).tolist() == [False, False, True, False, False, False]
 
-    def test_nothing_at_all(self):
+    def test_kernels_accept_empty_tensors(self):
         weight = Tensor(numbers(5, 30))
         empty = Tensor(np.zeros((0, 30), np.float32))
         assert F.linear(empty, weight).shape == (0, 5)
@@ -491,20 +491,20 @@ class TestOddInputs:
         assert zeros.shape == (2, 3, 4)
         assert not zeros.asnumpy().any()
 
-    def test_a_number_by_itself(self):
+    def test_kernels_accept_scalars(self):
         x = Tensor(np.float32(1.5))
         assert float(F.gelu(x)) == pytest.approx(1.399789, rel=1e-6)
         assert float(mindspore.grad(F.gelu)(x)) == pytest.approx(1.127469, rel=1e-6)
         assert F.dropout(x, 0.5).shape == ()
 
-    def test_cross_entropy_of_nothing_that_counts(self):
+    def test_cross_entropy_of_only_ignored_labels_is_nan_or_zero(self):
         x, ignored = Tensor(numbers(4, 3)), Tensor(np.full(4, -100))
         assert np.isnan(float(F.cross_entropy(x, ignored)))
         assert float(F.cross_entropy(x, ignored, reduction="sum")) == 0
         gradient = mindspore.grad(lambda x: F.cross_entropy(x, ignored, reduction="sum"))(x).asnumpy()
         assert not gradient.any()
 
-    def test_cross_entropy_of_large_and_infinite_logits(self):
+    def test_cross_entropy_of_large_and_infinite_logits_matches_mindspore(self):
         x = np.array([[1e4, -1e4, 0.0], [-np.inf, 0.0, 1.0], [np.nan, 0.0, 0.0], [0.0, -np.inf, 2.0]], np.float32)
         classes = Tensor(np.array([1, 2, 0, -100]))
         mine, theirs = (
@@ -518,7 +518,7 @@ class TestOddInputs:
         assert np.isnan(mine[1][2]).all()
 
     @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-    def test_logits_that_are_changed_after_the_loss(self, reduction):
+    def test_changing_logits_after_the_loss_keeps_the_gradient(self, reduction):
         """Check that the gradient belongs to the original loss if a metric or decoding changes the logits later."""
         classes = Tensor(CLASSES)
 
@@ -534,13 +534,13 @@ class TestOddInputs:
         np.testing.assert_array_equal(changed, expected)
 
     @pytest.mark.filterwarnings("error")
-    def test_overflows_are_no_news(self):
+    def test_overflows_give_no_warnings(self):
         x, weight = Tensor(numbers(70, 30, scale=1e38)), Tensor(numbers(5, 30, scale=1e38))
         bias = Tensor(numbers(5))
         gradients = mindspore.grad(lambda *xs: F.gelu(F.linear(*xs)).sum() * 1e38, (0, 1, 2))(x, weight, bias)
         assert not np.isfinite(gradients[2].asnumpy()).all()
 
-    def test_rows_of_one_element(self):
+    def test_layer_norm_of_one_element_is_zero(self):
         assert not F.layer_norm(Tensor(numbers(5, 1)), (1,)).asnumpy().any()
 
     @pytest.mark.parametrize(
@@ -548,7 +548,7 @@ class TestOddInputs:
         [(F.linear, [(4, 31), (5, 30)]), (ops.matmul, [(4, 31), (30, 5)]), (ops.matmul, [(2, 4, 3), (3, 3, 4)]),
          (F.linear, [(4, 30), (5, 30), (4,)])],
     )  # fmt: skip
-    def test_shapes_that_do_not_fit(self, function, shapes):
+    def test_mismatched_shapes_give_the_errors_of_mindspore(self, function, shapes):
         outcomes = []
         for kernels in ("auto", "mindspore"):
             dispatch.choose(kernels, 1)
@@ -559,12 +559,12 @@ class TestOddInputs:
         assert outcomes[0] == outcomes[1]
 
     @pytest.mark.parametrize("dtype", [mindspore.float16, mindspore.float64])
-    def test_other_types_are_mindspores(self, dtype, monkeypatch):
+    def test_other_dtypes_use_the_kernels_of_mindspore(self, dtype, monkeypatch):
         monkeypatch.setattr("mindnlp_dp.kernels.functions.linear", None)
         x, weight = (Tensor(numbers(*shape)).astype(dtype) for shape in ((4, 30), (5, 30)))
         assert F.linear(x, weight).dtype == dtype
 
-    def test_mixed_precision_is_mindspores(self, monkeypatch):
+    def test_mixed_precision_uses_the_kernels_of_mindspore(self, monkeypatch):
         monkeypatch.setattr("mindnlp_dp.kernels.functions.linear", None)
 
         class Net(mindspore.nn.Cell):
@@ -574,7 +574,7 @@ class TestOddInputs:
         net = mindspore.amp.auto_mixed_precision(Net(), "auto", mindspore.float16)
         assert net(Tensor(numbers(4, 30)), Tensor(numbers(5, 30))).shape == (4, 5)
 
-    def test_graphs_are_mindspores(self, monkeypatch):
+    def test_graph_mode_uses_the_kernels_of_mindspore(self, monkeypatch):
         monkeypatch.setattr("mindnlp_dp.kernels.functions.linear", None)
         x, weight = Tensor(numbers(4, 30)), Tensor(numbers(5, 30))
 
@@ -590,7 +590,7 @@ class TestOddInputs:
         finally:
             mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
 
-    def test_what_is_no_tensor(self):
+    def test_layer_norm_accepts_any_form_of_shape_and_invalid_arguments_are_refused(self):
         x, weight = Tensor(numbers(4, 6)), Tensor(numbers(6))
         expected = F.layer_norm(x, (6,), weight, weight).asnumpy()
         # MindNLP takes the shape from the weight.
@@ -608,7 +608,7 @@ class TestNorms:
     @pytest.mark.parametrize("columns", [30, 768, 4096])
     @pytest.mark.parametrize("mean", [10.0, 1e3, 1e5])
     @pytest.mark.parametrize("turned", [False, True])
-    def test_a_large_mean_and_a_small_variance(self, columns, mean, turned):
+    def test_layer_norm_is_exact_for_a_large_mean_and_a_small_variance(self, columns, mean, turned):
         x = (numbers(40, columns) + mean).astype(np.float32)
         x = np.asfortranarray(x) if turned else x
         weight, g = np.ones(columns, np.float32), numbers(40, columns, seed=1)
@@ -624,7 +624,7 @@ class TestNorms:
         assert distance(of_x, expected) < 2e-6
 
     @pytest.mark.parametrize("scale", [1e18, 1e19, 3e30])
-    def test_squares_that_are_too_large(self, scale):
+    def test_layer_norm_is_finite_when_squares_overflow(self, scale):
         x, weight = numbers(5, 768, scale=scale), np.ones(768, np.float32)
         out, statistics = normalize(x, weight, None, 1e-5, centred=True)
         wide = x.astype(np.float64)
@@ -635,7 +635,7 @@ class TestNorms:
 
 
 class TestAutograd:
-    def test_an_exception_in_a_forward_pass_and_then_another_try(self):
+    def test_gradients_are_right_after_an_exception_in_a_forward_pass(self):
         def run(x, fails):
             y = F.gelu(x)
             if fails:
@@ -651,7 +651,7 @@ class TestAutograd:
         _, expected = mindspore.value_and_grad(lambda x: run(x, fails=False))(x)
         np.testing.assert_array_equal(again.asnumpy(), expected.asnumpy())
 
-    def test_a_first_derivative_within_a_function_that_is_differentiated(self):
+    def test_a_nested_first_derivative_matches_mindspore(self):
         stop = mindspore.ops.stop_gradient
         inner = mindspore.grad(lambda x: F.gelu(x).sum())
         x = Tensor(numbers(4, 30))
@@ -664,7 +664,7 @@ class TestAutograd:
         np.testing.assert_allclose(mine, mindspore.grad(adversarial)(x).asnumpy(), atol=1e-5)
 
     @pytest.mark.parametrize("name", ["linear", "matmul of many", "gelu", "layer norm", "embedding", "cross-entropy"])
-    def test_a_second_derivative_says_what_to_do(self, name):
+    def test_a_second_derivative_is_refused_with_advice(self, name):
         function, *shapes = CASES[name]
         inputs = [Tensor(numbers(*shape, seed=at)) for at, shape in enumerate(shapes)]
         everywhere = tuple(range(len(inputs)))
@@ -682,26 +682,26 @@ class TestAutograd:
 
 class TestDropout:
     @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.9999])
-    def test_it_drops_the_share_that_is_asked_for(self, p):
+    def test_dropout_drops_the_fraction_p(self, p):
         size = 4_000_000
         dropped = size - np.count_nonzero(dropout.keep_mask(size, p, (3, 4)))
         assert abs(dropped - p * size) < 5 * np.sqrt(size * p * (1 - p))
 
     @pytest.mark.parametrize("p", [0.1, 1 / 256, 0.5, 255.5 / 256])
-    def test_neighbours_know_nothing_of_each_other(self, p):
+    def test_adjacent_elements_are_dropped_independently(self, p):
         keep = dropout.keep_mask(1_000_000, p, (5, 6)) - (1 - p)
         for shift in (1, 2, 8, 16, 384):
             correlation = np.mean(keep[:-shift] * keep[shift:]) / (p * (1 - p))
             assert abs(correlation) < 5 / 1000
 
-    def test_all_and_none(self):
+    def test_dropout_drops_all_with_p_1_and_nothing_with_p_0(self):
         assert not dropout.keep_mask(1000, 1.0, (1, 1)).any()
         x = Tensor(numbers(4, 30))
         assert not F.dropout(x, 1.0).asnumpy().any()
         assert F.dropout(x, 0.0) is x
         assert F.dropout(x, 0.5, training=False) is x
 
-    def test_what_is_kept_is_scaled_and_so_is_its_gradient(self):
+    def test_kept_elements_and_their_gradients_are_scaled(self):
         x = numbers(64, 300)
         mindspore.manual_seed(4)
         y = F.dropout(Tensor(x), 0.3).asnumpy()
@@ -711,7 +711,7 @@ class TestDropout:
         np.testing.assert_allclose(y[kept], x[kept] / 0.7, rtol=2e-7)
         np.testing.assert_allclose(gradient, kept / np.float32(0.7), rtol=2e-7)
 
-    def test_a_mask_is_a_function_of_the_generators_state(self):
+    def test_a_dropout_mask_depends_only_on_the_generator_state(self):
         x = Tensor(np.ones(1000, np.float32))
         mindspore.manual_seed(4)
         first, second = (F.dropout(x, 0.5).asnumpy() for _ in range(2))
@@ -727,7 +727,7 @@ class TestDropout:
         mindspore.manual_seed(5)
         assert (F.dropout(x, 0.5).asnumpy() != first).any()
 
-    def test_zero_is_a_seed_and_none_is_not(self):
+    def test_seed_zero_repeats_the_mask_and_no_seed_draws_another_one(self):
         script = """if True:
             import mindnlp_dp, mindspore, numpy
             mindnlp_dp.init_process_group()
@@ -747,7 +747,7 @@ class TestDropout:
         assert len({*seeded, *seeded_too}) == 1
         assert len({one, other, seeded[0]}) == 3
 
-    def test_a_pass_that_is_computed_again_drops_the_same(self):
+    def test_recomputation_drops_the_same_elements(self):
         class Net(mindspore.nn.Cell):
             def construct(self, x):
                 return F.dropout(F.gelu(x), 0.5)
@@ -770,13 +770,13 @@ class TestMemory:
         part = memory_pool.array_of(tensor[1:3, 2])
         np.testing.assert_array_equal(part, numbers(4, 5, 6)[1:3, 2])
 
-    def test_and_neither_is_a_transposed_array(self):
+    def test_a_transposed_array_becomes_a_transposed_tensor(self):
         turned = memory_pool.tensor_of(numbers(4, 5, 6).transpose(2, 0, 1))
         assert turned.shape == (6, 4, 5)
         assert not turned.is_contiguous()
         np.testing.assert_array_equal(turned.asnumpy(), numbers(4, 5, 6).transpose(2, 0, 1))
 
-    def test_memory_in_use_is_never_given_away(self):
+    def test_memory_in_use_is_never_reused(self):
         size = memory_pool.SMALLEST_KEPT
         arrays = []
         for number in range(5):
@@ -789,14 +789,14 @@ class TestMemory:
         for number, array in enumerate(arrays):
             assert (array == number).all()
 
-    def test_memory_that_nobody_has_any_more_is_used_again(self):
+    def test_freed_memory_is_reused(self):
         size = 3 * memory_pool.SMALLEST_KEPT
         array = memory_pool.empty(size)
         address = array.ctypes.data
         del array
         assert memory_pool.empty(size - 5).ctypes.data == address
 
-    def test_no_more_is_kept_than_was_in_use_at_a_time(self):
+    def test_the_memory_pool_is_bounded_by_peak_use(self):
         kept = memory_pool._Kept()
         for size in range(1000, 9000, 100):
             arrays = [kept.take(size) for _ in range(3)]
@@ -806,14 +806,14 @@ class TestMemory:
             assert kept._num_free <= 1.25 * kept._most_used
             assert kept._num_free == sum(size * len(free) for size, free in kept._free.items())
 
-    def test_memory_that_there_is_not_leaves_no_trace(self):
+    def test_a_failed_allocation_does_not_change_the_counts(self):
         kept = memory_pool._Kept()
         with pytest.raises(MemoryError):
             kept.take(1 << 46)
         assert kept._num_used == kept._most_used == 0
 
     @pytest.mark.parametrize("recorded", [True, False])
-    def test_no_array_outlives_its_pass(self, recorded):
+    def test_arrays_are_freed_after_their_pass(self, recorded):
         x, weight = Tensor(numbers(600, 600)), Tensor(numbers(600, 600))
 
         def run(x):
@@ -834,7 +834,7 @@ class TestMemory:
         most = (memory_pool._kept._most_used - used) / 600**2
         assert most < 60 if recorded else most < 8
 
-    def test_an_input_is_not_written_to(self):
+    def test_kernels_do_not_write_to_their_inputs(self):
         x, weight = numbers(600, 600), numbers(600)
         tensors = Tensor(x.copy()), Tensor(weight.copy())
         mindspore.grad(lambda x, w: F.dropout(F.layer_norm(F.gelu(x), (600,), w, w), 0.1).sum(), (0, 1))(*tensors)
@@ -842,7 +842,7 @@ class TestMemory:
         np.testing.assert_array_equal(tensors[1].asnumpy(), weight)
 
 
-def test_rows_are_added_in_their_order():
+def test_scatter_rows_adds_rows_of_equal_indices():
     rows = numbers(1000, 3)
     ids = np.random.default_rng(0).integers(0, 7, 1000)
     expected = np.zeros((9, 3), np.float32)
@@ -852,7 +852,7 @@ def test_rows_are_added_in_their_order():
     assert not scatter_rows(rows, ids, 9)[7:].any()
 
 
-def test_rms_norm_is_the_formula():
+def test_rms_norm_matches_its_formula():
     x, weight, g = numbers(50, 30), numbers(30, seed=1), numbers(50, 30, seed=2)
     mine = F.rms_norm(Tensor(x), Tensor(weight), 1e-6).asnumpy()
     wide = x.astype(np.float64)
@@ -888,7 +888,7 @@ class TestWholeModels:
         ("make", "config"),
         [(LlamaModel, LLAMA), (T5EncoderModel, T5), (GPT2Model, GPT2)],
     )  # fmt: skip
-    def test_models_of_mindnlp(self, make, config, monkeypatch):
+    def test_mindnlp_models_match_mindspore_kernels(self, make, config, monkeypatch):
         asked = []
         stock = dispatch.supports
         monkeypatch.setattr("mindnlp_dp.compat.shared_cpu_kernels.supports", lambda *xs: asked.append(xs) or stock(*xs))
@@ -907,7 +907,7 @@ class TestWholeModels:
         self.of_both(run)
         assert asked
 
-    def test_layers_of_mindspore(self):
+    def test_mindspore_layers_match_mindspore_kernels(self):
         net = mindspore.nn.SequentialCell(
             mindspore.nn.Dense(30, 50, activation="relu"), mindspore.nn.LayerNorm([50]), mindspore.nn.GELU(),
             mindspore.nn.LayerNorm([7, 50], begin_norm_axis=1, begin_params_axis=1),
@@ -927,13 +927,13 @@ class TestWholeModels:
         finally:
             mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
 
-    def test_layers_that_compute_in_another_type(self):
+    def test_layers_with_to_float_compute_in_float16(self):
         x = Tensor(numbers(4, 6))
         for layer in (mindspore.nn.Dense(6, 5), mindspore.nn.LayerNorm([6]), mindspore.nn.GELU()):
             assert layer(x).dtype == mindspore.float32
             assert layer.to_float(mindspore.float16)(x).dtype == mindspore.float16
 
-    def test_dropout_of_mindspore(self):
+    def test_mindspore_dropout_layers_follow_the_seed_and_the_rate(self):
         for layer in (mindspore.nn.Dropout(p=0.25), mindspore.nn.Dropout(keep_prob=0.75)):
             layer.set_train(True)
             masks = []
@@ -946,21 +946,21 @@ class TestWholeModels:
             assert layer(Tensor(numbers(3))).asnumpy().tolist() == numbers(3).tolist()
 
 
-class TestChoice:
-    def test_unknown_ones(self, monkeypatch):
-        with pytest.raises(ValueError, match="kernels='fast' is none of 'auto', 'mindspore'"):
+class TestKernelChoice:
+    def test_unknown_kernels_are_refused(self, monkeypatch):
+        with pytest.raises(ValueError, match="kernels='fast' must be one of 'auto', 'mindspore'"):
             dispatch.check_kernels("fast")
         monkeypatch.setenv(dispatch.VARIABLE, "quick")
         with pytest.raises(ValueError, match="MINDNLP_DP_KERNELS=quick"):
             dispatch.check_kernels("auto")
 
-    def test_the_script_has_the_last_word(self, monkeypatch):
+    def test_the_environment_replaces_auto_but_not_an_explicit_choice_of_kernels(self, monkeypatch):
         monkeypatch.setenv(dispatch.VARIABLE, "mindspore")
         assert dispatch.check_kernels("auto") == "mindspore"
         monkeypatch.setenv(dispatch.VARIABLE, "auto")
         assert dispatch.check_kernels("mindspore") == "mindspore"
 
-    def test_a_second_call_may_ask_for_mindspores(self):
+    def test_a_second_init_may_switch_to_mindspore_kernels(self):
         with pytest.raises(ValueError, match="quick"):
             dp.init_process_group(kernels="quick")
         dp.init_process_group()
@@ -968,7 +968,7 @@ class TestChoice:
         dp.init_process_group(kernels="mindspore")
         assert not dispatch._are_on
 
-    def test_mindspores_own(self, monkeypatch):
+    def test_the_choice_mindspore_calls_no_kernel_of_this_package(self, monkeypatch):
         monkeypatch.setattr("mindnlp_dp.kernels.functions.linear", None)
         dispatch.choose("mindspore", 1)
         assert nn.Linear(3, 2)(Tensor(numbers(4, 3))).shape == (4, 2)
@@ -999,7 +999,7 @@ class TestPrecision:
 
     @pytest.mark.parametrize("name", random_products())
     @pytest.mark.parametrize("num_cores", [1, 3])
-    def test_medium_rounds_factors_only(self, monkeypatch, name, num_cores):
+    def test_medium_precision_rounds_only_the_factors(self, monkeypatch, name, num_cores):
         """Cores without bfloat16 take the same way, and compute in float32."""
         can = onednn.has_bfloat16()
         monkeypatch.setattr(onednn, "has_bfloat16", onednn.has_primitives)
@@ -1016,20 +1016,20 @@ class TestPrecision:
         # oneDNN keeps float32 for small products where that is faster.
         assert (medium != expected).any() or not (can and name == "large")
 
-    def test_a_core_that_cannot_says_so_and_changes_nothing(self, monkeypatch):
+    def test_medium_precision_without_amx_warns_and_changes_nothing(self, monkeypatch):
         monkeypatch.setattr(onednn, "has_bfloat16", lambda: False)
         with pytest.warns(RuntimeWarning, match="changes nothing here: this core has no AMX"):
             dp.init_process_group(matmul_precision="medium")
         assert not matmul.uses_bfloat16()
 
-    def test_without_our_kernels_it_says_so(self, monkeypatch):
+    def test_medium_precision_with_mindspore_kernels_gives_a_warning(self, monkeypatch):
         monkeypatch.setattr(onednn, "has_bfloat16", lambda: True)
         dispatch.choose("mindspore", 1)
         with pytest.warns(RuntimeWarning, match="only this package's CPU kernels have bfloat16 products, and they"):
             dp.init_process_group(matmul_precision="medium")
         assert not matmul.uses_bfloat16()
 
-    def test_argument_and_environment(self, monkeypatch):
+    def test_matmul_precision_is_set_by_argument_or_environment(self, monkeypatch):
         monkeypatch.setattr(onednn, "has_bfloat16", lambda: True)
         dp.init_process_group(matmul_precision="medium")
         assert matmul.uses_bfloat16()
@@ -1041,12 +1041,14 @@ class TestPrecision:
         assert dispatch.check_precision("auto") == "medium"
         assert dispatch.check_precision("highest") == "highest"
         monkeypatch.setenv("MINDNLP_DP_MATMUL_PRECISION", "low")
-        with pytest.raises(ValueError, match="MINDNLP_DP_MATMUL_PRECISION=low is none of 'auto', 'highest', 'medium'"):
+        with pytest.raises(
+            ValueError, match="MINDNLP_DP_MATMUL_PRECISION=low must be one of 'auto', 'highest', 'medium'"
+        ):
             dispatch.check_precision("auto")
-        with pytest.raises(ValueError, match="matmul_precision='high' is none of"):
+        with pytest.raises(ValueError, match="matmul_precision='high' must be one of"):
             dp.init_process_group(matmul_precision="high")
 
-    def test_a_block_of_medium_precision_ends_with_what_was_before(self, monkeypatch):
+    def test_medium_precision_context_restores_the_previous_precision(self, monkeypatch):
         monkeypatch.setattr(onednn, "has_bfloat16", lambda: True)
         dispatch.choose("auto", 1)
         with pytest.raises(KeyError), dispatch.medium_precision(True):
@@ -1061,7 +1063,7 @@ class TestPrecision:
 @pytest.mark.parametrize("num_cores", [1, 2])
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 @pytest.mark.parametrize(("heads", "length", "width"), [(4, 12, 8), (2, 7, 16), (12, 5, 8)])
-def test_attention_of_packed_queries_keys_and_values(num_cores, pieces, heads, length, width):
+def test_attention_products_of_packed_queries_keys_and_values_are_right(num_cores, pieces, heads, length, width):
     """Views of ``pieces`` packed arrays, for batches of up to 3 times the tokens and the heads."""
     workers.use_cores(num_cores)
     for rows in sorted({*range(1, 8), *(n * k for n in (length, heads, width) for k in (1, 2, 3))}):
@@ -1079,7 +1081,7 @@ def test_attention_of_packed_queries_keys_and_values(num_cores, pieces, heads, l
         )
 
 
-def test_threads_that_compute_first_share_an_engine(monkeypatch):
+def test_threads_share_one_onednn_engine(monkeypatch):
     """A primitive does not run on the stream of another engine."""
     both_are_here = threading.Barrier(2)
 
@@ -1095,7 +1097,7 @@ def test_threads_that_compute_first_share_an_engine(monkeypatch):
     assert first is second
 
 
-def test_memory_that_is_freed_while_other_memory_is_taken_is_counted(monkeypatch):
+def test_memory_freed_during_an_allocation_is_counted(monkeypatch):
     """Free an array during another allocation, as the garbage collector may do in the same thread."""
     kept = memory_pool._Kept()
     first = kept.take(1024)

@@ -106,13 +106,13 @@ def test_every_manifest_is_checked():
 
 @pytest.mark.core
 @every_manifest
-def test_a_manifest_fits_its_schemas(name):
+def test_every_manifest_matches_its_schemas(name):
     for document in load(name).values():
         check_schemas(document)
 
 
 @every_manifest
-def test_a_field_of_another_name_or_type_does_not(name):
+def test_schemas_refuse_fields_of_another_name_or_type(name):
     for key, value in (("containers", "one"), ("container", [])):
         _, job = job_of(name)
         node = job["spec"]
@@ -124,7 +124,7 @@ def test_a_field_of_another_name_or_type_does_not(name):
 
 
 @every_manifest
-def test_pods_run_a_command_that_the_launcher_takes(name, monkeypatch):
+def test_pods_run_a_command_that_the_launcher_accepts(name, monkeypatch):
     monkeypatch.chdir(ROOT)  # as in the image
     container, hosts = container_of(name), hosts_of(name)
     args, resources = container["args"], container["resources"]["requests"]
@@ -153,7 +153,7 @@ def test_pods_run_a_command_that_the_launcher_takes(name, monkeypatch):
 
 
 @every_manifest
-def test_pods_have_what_ranks_need(name):
+def test_pods_have_the_memory_volumes_and_variables_of_the_ranks(name):
     documents, _ = job_of(name)
     metadata, spec = pods_of(name)
     container = container_of(name)
@@ -190,7 +190,7 @@ def test_pods_have_what_ranks_need(name):
 
 
 @every_manifest
-def test_the_head_names_its_commands_and_brings_no_secret(name):
+def test_manifests_name_their_commands_and_contain_no_secret(name):
     head = (MANIFESTS / f"{name}.yaml").read_text(encoding="utf-8").split("apiVersion")[0]
     assert f"kubectl apply -f scripts/kubernetes/{name}.yaml" in head
     assert "not run on a cluster" in head
@@ -206,7 +206,7 @@ def test_the_head_names_its_commands_and_brings_no_secret(name):
 
 
 @every_manifest
-def test_pods_have_no_more_rights_than_they_need(name):
+def test_pods_meet_the_restricted_pod_security_standard(name):
     """Check the requirements of the profile "restricted" of Kubernetes' Pod Security Standards."""
     documents, _ = job_of(name)
     _, spec = pods_of(name)
@@ -287,17 +287,17 @@ LOST, DISRUPTED = LeaderLostError.exit_code, [("DisruptionTarget", "True")]
         pytest.param((137,), (LOST,), ("BackoffLimitExceeded", 7), id="the first host has too little memory"),
         pytest.param((143, DISRUPTED), (143,), ("BackoffLimitExceeded", 7), id="the first host is drained"),
         pytest.param((137, DISRUPTED), (LOST,), ("DeadlineExceeded", None), id="the first host is lost"),
-        pytest.param((LOST,), (LOST,), ("DeadlineExceeded", None), id="a script has this code"),
+        pytest.param((LOST,), (LOST,), ("DeadlineExceeded", None), id="a script exits with the code of a lost host"),
     ],
 )
-def test_an_indexed_job_ends_however_its_pods_fail(first, other, end):
+def test_an_indexed_job_ends_after_any_failure_of_its_pods(first, other, end):
     """Replay what Kubernetes' documentation says of podFailurePolicy and backoffLimit, with pods that always fail."""
     assert end_of_job(first, other) == end
     # The end of a job whose failures are not counted.
     assert job_of("indexed_job")[1]["spec"]["activeDeadlineSeconds"] > 0
 
 
-def test_the_code_that_is_not_counted_belongs_to_no_convention():
+def test_the_exit_code_of_a_lost_host_has_no_conventional_meaning():
     codes = [rule["onExitCodes"]["values"] for rule in rules() if "onExitCodes" in rule]
     assert codes == [[LaunchError.exit_code], [LOST]]
     # pytest; sysexits.h; shells, timeout, xargs and signals.
@@ -337,7 +337,7 @@ def free_port():
     raise OSError("no free port")
 
 
-def test_a_host_that_has_joined_and_loses_the_first_one_ends_with_its_own_code(tmp_path):
+def test_a_host_that_loses_the_first_host_ends_with_its_own_exit_code(tmp_path):
     """The first host, which waits for a third one, is killed."""
     flags = ("--nnodes", 3, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     with launch(tmp_path, *flags, "--node-rank", 1, "--log-dir", "other") as other:
@@ -359,9 +359,9 @@ def test_a_host_that_has_joined_and_loses_the_first_one_ends_with_its_own_code(t
         ([], "import sys\nsys.exit(75)\n", 75),
         (["--nnodes", "0"], "", 2),
     ],
-    ids=["log folder", "port in use", "no first host", "the script's own", "usage"],
+    ids=["log folder not writable", "port in use", "first host unreachable", "exit code of the script", "wrong usage"],
 )
-def test_other_failures_of_the_launcher_count(tmp_path, flags, script, code):
+def test_launcher_exit_codes_fail_the_job_or_count_as_retries(tmp_path, flags, script, code):
     with socket.socket() as used:
         used.bind(("127.0.0.1", 0))
         used.listen()

@@ -33,7 +33,7 @@ def write_lines(path, rows):
     return str(path)
 
 
-def test_conversations_are_read_in_both_forms(tmp_path):
+def test_prompt_completion_and_messages_rows_are_read(tmp_path):
     messages = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "Hello"}]
     file = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}, "", {"messages": messages}])
     assert read_conversations(file) == [
@@ -77,13 +77,13 @@ def call(name, arguments):
         ({"messages": [said("a")], "mask_history": "yes"}, 'line 2: mask_history must be true or false, got "yes"'),
     ],
 )
-def test_wrong_lines_are_named(tmp_path, row, message):
+def test_invalid_conversations_are_refused_with_their_line(tmp_path, row, message):
     file = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}, row])
     with pytest.raises(InputError, match=message):
         read_conversations(file)
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_missing_empty_and_non_utf8_files_are_refused(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         read_conversations(str(tmp_path / "nowhere.jsonl"))
     (tmp_path / "latin.jsonl").write_bytes("é".encode("latin-1"))
@@ -104,7 +104,7 @@ SHAREGPT = {
 
 
 @pytest.mark.core
-def test_alpaca_sharegpt_and_messages_are_the_same_conversation(tmp_path):
+def test_alpaca_sharegpt_and_messages_rows_give_the_same_conversation(tmp_path):
     roles = "system user assistant user assistant".split()
     contents = ["Be brief.", "1 + 1", "2", "Add\n2 + 2", "4"]
     messages = {"messages": [{"role": role, "content": content} for role, content in zip(roles, contents)]}
@@ -138,11 +138,12 @@ def test_alpaca_sharegpt_and_messages_are_the_same_conversation(tmp_path):
         ({"text": " "}, "line 1: expected prompt and completion, messages, .*, or text; got"),
     ],
 )
-def test_wrong_rows_of_other_forms_are_named(tmp_path, row, message):
+def test_invalid_alpaca_sharegpt_and_text_rows_are_refused_with_their_line(tmp_path, row, message):
     with pytest.raises(InputError, match=message):
         read_conversations(write_lines(tmp_path / "a.jsonl", [row]))
 
 
+@pytest.mark.core
 def test_every_token_of_a_long_text_is_predicted_once(tmp_path):
     text = "a long text about nothing, " * 9
     [document] = read_conversations(write_lines(tmp_path / "a.jsonl", [{"text": text}]))
@@ -162,7 +163,8 @@ def test_every_token_of_a_long_text_is_predicted_once(tmp_path):
     assert labels[1:].tolist() == whole[1:].tolist()
 
 
-def test_several_files_with_weights(tmp_path, monkeypatch):
+@pytest.mark.core
+def test_several_files_are_mixed_by_their_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         write_lines(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}", "completion": "x"} for n in range(10)])
@@ -184,7 +186,7 @@ def test_several_files_with_weights(tmp_path, monkeypatch):
             prompts(train_file=wrong, test_file="b.jsonl")
 
 
-def test_templates_count_what_the_assistant_says():
+def test_templates_put_labels_only_on_assistant_messages():
     def written(template):
         parts = list(template(CHAT))
         return "".join(text for text, _ in parts), [text for text, is_counted in parts if is_counted]
@@ -215,7 +217,7 @@ def test_templates_count_what_the_assistant_says():
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["plain", "chatml", "alpaca"])
-def test_labels_are_the_completions_tokens(name):
+def test_labels_are_the_tokens_of_the_completions(name):
     tokenizer = train_tokenizer(["2 + 2? 4 and 3 + 3? 6 is brief. Be brief é 你"] * 3, 270)
     ids, labels, truncated = encode(CHAT, templates.BY_NAME[name], tokenizer, 2, 500)
     assert not truncated
@@ -229,7 +231,7 @@ def test_labels_are_the_completions_tokens(name):
     assert short.tolist() == ids[:5].tolist()
 
 
-def test_tokens_that_a_tokenizer_adds():
+def test_special_tokens_of_the_tokenizer_are_added_once():
     tokenizer = train_tokenizer(["2 + 2? 4"] * 3, 270)
     conversation = Conversation((Message("user", "2 + 2?"), Message("assistant", " 4")))
     plain, labels, _ = encode(conversation, templates.plain, tokenizer, 2, 500)
@@ -246,7 +248,7 @@ def test_tokens_that_a_tokenizer_adds():
     assert np.count_nonzero(labels == end) == 1
 
 
-def test_a_completion_that_begins_the_text_has_no_label_there():
+def test_the_first_token_of_a_text_has_no_label():
     tokenizer = train_tokenizer(["abc"] * 3, 270)
     ids, labels, _ = encode(
         Conversation([Message("user", ""), Message("assistant", "abc")]), templates.plain, tokenizer, 2, 9
@@ -256,7 +258,7 @@ def test_a_completion_that_begins_the_text_has_no_label_there():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_are_packed_full(seed):
+def test_packing_needs_few_rows_and_keeps_every_text(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 33, 200).tolist()
     rows = pack(lengths, 32)
@@ -268,7 +270,7 @@ def test_rows_are_packed_full(seed):
     assert pack([], 4) == []
 
 
-def test_batches():
+def test_packed_and_padded_batches_have_masks_and_positions():
     row = [(np.array([5, 6, 7]), np.array([-100, 6, 7])), (np.array([8, 9]), np.array([-100, 9]))]
     rows = TokenRows.of([row, row[:1]])
     assert len(rows) == 2
@@ -286,7 +288,7 @@ def test_batches():
 @needs_0_4
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "phi", "mixtral"])
-def test_packed_and_padded_have_one_loss(kind):
+def test_packed_and_padded_batches_have_the_same_loss(kind):
     from mindspore import Tensor
     from tiny_transformers import VOCAB, build
 
@@ -310,7 +312,7 @@ def test_packed_and_padded_have_one_loss(kind):
     assert sum_of_losses(packed, True) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_manuals_topics():
+def test_the_topics_of_the_python_manual_are_split_into_train_and_test():
     train, test = topics_of_python()
     assert len(train) > 500
     assert len(train) > 5 * len(test) > 100
@@ -333,16 +335,16 @@ def test_the_manuals_topics():
         (["--mesh", "tp=2", "--zero-stage", "3"], "zero_stage must be one of"),
     ],
 )
-def test_wrong_settings(flags, message):
+def test_invalid_settings_are_refused(flags, message):
     with pytest.raises(InputError, match=message):
         parse_config(LanguageModelingConfig, flags)
 
 
 @needs_0_4
-def test_models_and_data_that_do_not_fit(tmp_path):
+def test_short_max_length_unknown_lora_targets_and_missing_models_are_refused(tmp_path):
     rows = [{"prompt": "0123456789 abcdefghij", "completion": "b"}]
     files = [write_lines(tmp_path / name, rows) for name in ("train.jsonl", "test.jsonl")]
-    given = ["--train-file", files[0], "--test-file", files[1]]
+    given = ["--train-file", files[0], "--test-file", files[1], "--cache-dir", ""]
     with pytest.raises(InputError, match="no text of the training split has a completion within max_length"):
         prepare_task(parse_config(LanguageModelingConfig, [*given, "--max-length", "5"]))
     config = parse_config(LanguageModelingConfig, [*given, "--lora-targets", "q_proj,nothing"])
@@ -354,13 +356,14 @@ def test_models_and_data_that_do_not_fit(tmp_path):
 
 
 @needs_0_4
-def test_a_whole_job_and_lora_from_its_model(tmp_path, monkeypatch, capsys):
+def test_a_language_model_is_trained_and_lora_continues_from_it(tmp_path, monkeypatch, capsys):
     from mindnlp_dp.language_modeling.finetune import main
 
     def run(*flags):
         sizes = ["--max-length", "48", "--hidden-size", "32", "--num-layers", "2", "--intermediate-size", "64"]
         more = ["--max-steps", "6", "--logging-steps", "2", "--max-new-tokens", "5", "--num-samples", "2"]
-        monkeypatch.setattr(sys, "argv", ["finetune_llm.py", *sizes, *more, *map(str, flags)])
+        cache = ["--cache-dir", str(tmp_path / "cache")]
+        monkeypatch.setattr(sys, "argv", ["finetune_llm.py", *sizes, *more, *map(str, flags), *cache])
         main()
         return capsys.readouterr().out
 

@@ -1,3 +1,5 @@
+"""Test the launcher without starting jobs: environments, exit codes, failed ranks, arguments."""
+
 from __future__ import annotations
 
 import json
@@ -49,18 +51,18 @@ STALE = {
 }  # fmt: skip
 
 
-def test_stale_variables_are_left_out():
+def test_stale_environment_variables_are_removed():
     environment = clean_environment({**STALE, "HOME": "/root", "GLOG_v": "1"})
     assert environment == {"HOME": "/root", "GLOG_v": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def test_an_outer_launchers_ranks_are_not_ours():
+def test_rank_variables_of_an_outer_launcher_are_removed():
     slurm = {"SLURM_JOBID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     outer = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **slurm, "SLURM_JOB_ID": "7"}
     assert clean_environment(outer) == {"SLURM_JOB_ID": "7", "GLOG_v": "3", "PYTHONUNBUFFERED": "1"}
 
 
-def test_a_cluster_process_knows_its_place():
+def test_a_cluster_process_gets_its_role_rank_and_timeouts():
     environment = cluster_environment(STALE, "MS_WORKER", 2, ("127.0.0.1", 1234), (1, 1))
     assert environment["MS_ROLE"] == "MS_WORKER"
     assert (environment["MS_WORKER_NUM"], environment["MS_NODE_ID"], environment["MS_SCHED_PORT"]) == ("2", "1", "1234")
@@ -101,10 +103,10 @@ MPIRUN = [ExitedProcess(None, 1)]
     [
         ({0: end(1, 5.0), 1: end(3, 4.0)}, MPIRUN, LEFT, (1, 3, "failed with exit code 3")),
         ({}, MPIRUN, KILLED, (1, 137, "was killed by signal 9")),
-        ({}, MPIRUN, LEFT, (1, 3, "left with exit code 3")),
-        ({}, MPIRUN, LEFT_WELL, (1, 1, "left with exit code 0")),
+        ({}, MPIRUN, LEFT, (1, 3, "exited with code 3")),
+        ({}, MPIRUN, LEFT_WELL, (1, 1, "exited with code 0")),
         ({}, [ExitedProcess(None, 5)], ABORTED, (1, 5, "aborted the MPI job with exit code 5")),
-        ({}, [ExitedProcess(None, 14)], DISCONNECTED, (None, 14, "a rank on node2 ended without a word")),
+        ({}, [ExitedProcess(None, 14)], DISCONNECTED, (None, 14, "a rank on node2 exited without reporting a status")),
         ({}, [ExitedProcess(None, 0)], KILLED, (1, 137, "was killed by signal 9")),
         # Codes above 128 that a script has chosen, such as those of sys.exit(-1) and KeyboardInterrupt.
         ({1: end(255, 4.0)}, MPIRUN, "", (1, 255, "failed with exit code 255")),
@@ -112,10 +114,10 @@ MPIRUN = [ExitedProcess(None, 1)]
         ({}, MPIRUN, "no slots", (None, 1, "")),
         ({}, [ExitedProcess(None, -9)], "", (None, 137, "mpirun was killed by signal 9")),
         ({}, [ExitedProcess(1, -9)], "", (1, 137, "was killed by signal 9")),
-        ({}, [ExitedProcess(0, -15), ExitedProcess(1, 0)], "", (1, 1, "left with exit code 0")),
+        ({}, [ExitedProcess(0, -15), ExitedProcess(1, 0)], "", (1, 1, "exited with code 0")),
         # A rank that waited is not blamed if another rank failed, left, finished, or never arrived.
         ({0: end(1, 5.0, True), 1: end(2, 9.0)}, [], "", (1, 2, "failed with exit code 2")),
-        ({0: end(1, 5.0, True)}, [ExitedProcess(0, 1), ExitedProcess(1, 0)], "", (1, 1, "left with exit code 0")),
+        ({0: end(1, 5.0, True)}, [ExitedProcess(0, 1), ExitedProcess(1, 0)], "", (1, 1, "exited with code 0")),
         ({0: end(1, 9.0, True), 1: end(0, 1.0)}, [], "", (1, 1, "reached its end, and rank 0 waited 8 s longer")),
         (
             {0: end(1, 9.0, True)},
@@ -126,7 +128,7 @@ MPIRUN = [ExitedProcess(None, 1)]
         ({0: end(1, 9.0, True), 1: end(1, 9.0, True)}, [], "", (0, 1, "failed with exit code 1")),
     ],
 )
-def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
+def test_the_rank_that_ended_the_job_is_found(tmp_path, statuses, ended, printed, verdict):
     (tmp_path / "launcher.log").write_text(printed)
     rank, code, what = verdict
     failure = judge(tmp_path, statuses, ended)
@@ -135,7 +137,7 @@ def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
 
 
 @pytest.mark.parametrize("returncode", [0, 1])
-def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
+def test_ranks_that_recorded_exit_code_0_have_not_failed(tmp_path, returncode):
     ended = [ExitedProcess(0, returncode), ExitedProcess(1, 0)]
     assert judge(tmp_path, {0: end(0), 1: end(0)}, ended) is None
 
@@ -143,17 +145,17 @@ def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
 @pytest.mark.parametrize(
     ("ended", "what"),
     [
-        ([ExitedProcess(None, 0)], "ended without a word"),
-        ([ExitedProcess(0, 0), ExitedProcess(1, 0)], "left with exit code 0, past the end of the script (os._exit),"),
+        ([ExitedProcess(None, 0)], "exited without reporting a status"),
+        ([ExitedProcess(0, 0), ExitedProcess(1, 0)], "exited with code 0 before the end of the script (os._exit),"),
     ],
 )
-def test_a_rank_without_a_status_has_failed_whatever_its_parent_says(tmp_path, ended, what):
+def test_a_rank_without_a_recorded_end_has_failed_despite_exit_code_0(tmp_path, ended, what):
     """Check exit codes of 0 where SIGCHLD is ignored, for mpirun and for the ranks of MindSpore's cluster."""
     failure = judge(tmp_path, {0: end(0), 1: RankHeartbeat(changes=1, pid=2)}, ended)
     assert (failure.rank, failure.exit_code, failure.what) == (1, 1, what)
 
 
-def test_a_failure_of_mpirun_that_names_no_rank_shows_the_logs(tmp_path, capsys):
+def test_an_mpirun_failure_without_a_rank_shows_the_logs(tmp_path, capsys):
     """Check what /dev/shm without room leads to."""
     (tmp_path / "launcher.log").write_text("not enough space for /dev/shm/sm_segment")
     (tmp_path / "worker_1.log").write_text("starting")
@@ -171,10 +173,10 @@ def test_a_failure_of_mpirun_that_names_no_rank_shows_the_logs(tmp_path, capsys)
     ("kills", "why"),
     [
         (0, "often for lack of memory,"),
-        (2, "and the kernel has ended 2 of this host's processes for lack of memory meanwhile,"),
+        (2, "and the kernel has killed 2 processes of this host meanwhile, for lack of memory,"),
     ],
 )
-def test_out_of_memory_is_named(tmp_path, kills, why):
+def test_an_out_of_memory_kill_is_reported(tmp_path, kills, why):
     sent = HostReport.from_json(json.loads(json.dumps(HostReport(oom_kills=kills).to_json())))
     failure = judge(tmp_path, {0: end(0)}, [ExitedProcess(1, -9)], oom_kills=sent.oom_kills)
     assert (failure.rank, failure.what) == (1, f"was killed by signal 9, {why}")
@@ -191,7 +193,7 @@ def test_out_of_memory_is_named(tmp_path, kills, why):
         ("0::/\n", "proc/vmstat"),
     ],
 )
-def test_kills_for_lack_of_memory_are_counted_in_the_cgroup_or_on_the_host(tmp_path, groups, counter):
+def test_out_of_memory_kills_are_counted_in_the_cgroup_or_on_the_host(tmp_path, groups, counter):
     def write(path, number):
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +210,7 @@ def test_kills_for_lack_of_memory_are_counted_in_the_cgroup_or_on_the_host(tmp_p
     assert kills.number == 0
 
 
-def test_a_process_without_a_status_ends_the_job_at_once():
+def test_a_process_that_exits_without_a_status_fails_the_job():
     ranks = [end(0), RankHeartbeat()]
     assert JobSnapshot(ranks, [HostReport(ended=[ExitedProcess(1, 0)])]).has_failed
     assert not JobSnapshot(ranks, [HostReport(ended=[ExitedProcess(0, 1), ExitedProcess(None, 1)])]).has_failed
@@ -217,14 +219,14 @@ def test_a_process_without_a_status_ends_the_job_at_once():
 @pytest.mark.parametrize(
     ("exited", "said", "code", "what"),
     [
-        ([ExitedProcess(1, 9)], "", 9, "left with exit code 9"),
+        ([ExitedProcess(1, 9)], "", 9, "exited with code 9"),
         ([ExitedProcess(1, -9)], "", 137, "was killed by signal 9"),
-        ([ExitedProcess(1, 0)], "", 1, "left with exit code 0"),
-        ([ExitedProcess(None, 9)], LEFT.replace("3\n", "9\n").replace("   3", "   9"), 9, "left with exit code 9"),
+        ([ExitedProcess(1, 0)], "", 1, "exited with code 0"),
+        ([ExitedProcess(None, 9)], LEFT.replace("3\n", "9\n").replace("   3", "   9"), 9, "exited with code 9"),
         ([ExitedProcess(None, 0)], "", 1, "was ended by another thread"),
     ],
 )
-def test_a_rank_that_a_thread_ended_after_its_main_thread_has_failed(tmp_path, exited, said, code, what):
+def test_a_rank_ended_by_a_thread_after_its_main_thread_has_failed(tmp_path, exited, said, code, what):
     (tmp_path / "launcher.log").write_text(said)
     ranks = {0: end(0), 1: RankHeartbeat(pid=1, exit_code=0, ended=1.0)}
     failure = judge(tmp_path, ranks, exited, all_ended=True)
@@ -235,7 +237,7 @@ def test_a_rank_that_a_thread_ended_after_its_main_thread_has_failed(tmp_path, e
     assert JobSnapshot(list(ranks.values()), [HostReport(gone=[1])]).exited_silently == [1]
 
 
-def test_launched_rank():
+def test_launched_rank_reads_the_rank_of_mpi_or_mindspore():
     assert launched_rank({"OMPI_COMM_WORLD_RANK": "3"}) == 3
     assert launched_rank({"MS_NODE_ID": "2"}) == 2
     with pytest.raises(KeyError, match="mindnlp-dp run"):
@@ -255,14 +257,14 @@ def test_launched_rank():
         ),
         (["run", "--nproc", "1:9999999999", "x.py"], "must be at most 10000, got 1:9999999999"),
         (["run", "--nproc", "2", "--backend", "gloo", "x.py"], "invalid choice: 'gloo'"),
-        (["run", "--nprocs", "2", "x.py"], "unrecognized option --nprocs; do you mean --nproc?"),
-        (["run", "--nproc", "2", "--max-restart=1", "x.py"], "option --max-restart; do you mean --max-restarts?"),
+        (["run", "--nprocs", "2", "x.py"], "unrecognized option --nprocs; did you mean --nproc?"),
+        (["run", "--nproc", "2", "--max-restart=1", "x.py"], "option --max-restart; did you mean --max-restarts?"),
         (["run", "--nproc=2", "--tee", "all", "-m", "-q", "x.py"], "unrecognized option -q"),
         (["run", "x.py"], "the following arguments are required: --nproc"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )
-def test_wrong_arguments(argv, message, capsys):
+def test_invalid_arguments_are_refused(argv, message, capsys):
     with pytest.raises(SystemExit) as left:
         main(argv)
     assert left.value.code == 2
@@ -287,25 +289,25 @@ def test_wrong_arguments(argv, message, capsys):
     ],
 )
 @pytest.mark.parametrize("before", [[], ["-m"], ["--"]])
-def test_the_arguments_of_the_script_arrive_as_typed(monkeypatch, before, arguments):
+def test_script_arguments_are_passed_unchanged(monkeypatch, before, arguments):
     given = []
     monkeypatch.setattr("mindnlp_dp.commands.main.run_job", lambda nproc, command, **options: given.append(command))
     main(["run", "--nproc", "2", *before, "train.py", *arguments])
     assert given == [[*(["-m"] if before == ["-m"] else []), "train.py", *arguments]]
 
 
-def test_a_missing_script(capsys):
+def test_a_missing_script_is_refused(capsys):
     assert main(["run", "--nproc", "2", "nowhere.py"]) == 2
     assert capsys.readouterr().err == "mindnlp-dp run: the script nowhere.py does not exist\n"
 
 
-def test_python_m_is_the_command():
+def test_python_m_mindnlp_dp_runs_the_command():
     done = subprocess.run([sys.executable, "-m", "mindnlp_dp", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "usage: mindnlp-dp" in done.stdout
 
 
-def test_the_version(capsys):
+def test_the_version_option_prints_the_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"mindnlp-dp {mindnlp_dp.__version__}\n"
@@ -323,11 +325,11 @@ NPUS, NO_NPUS = {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}, {"ASCEND_RT_VISIBLE_DEVICE
         ({**NO_NPUS, "DEVICE_TARGET": "GPU"}, "GPU"),
     ],
 )
-def test_the_device_of_a_job(environ, device):
+def test_the_default_device_follows_device_target_and_the_npus(environ, device):
     assert default_device(environ) == device
 
 
-def test_npus_that_a_job_does_not_use_are_mentioned(monkeypatch, capsys, tmp_path):
+def test_a_job_without_device_target_reports_that_it_uses_the_npus(monkeypatch, capsys, tmp_path):
     """Check that without DEVICE_TARGET the job uses the cards, reports it, and checks their number."""
     script = tmp_path / "script.py"
     script.write_text("")
@@ -339,7 +341,7 @@ def test_npus_that_a_job_does_not_use_are_mentioned(monkeypatch, capsys, tmp_pat
     assert "3 workers, but this host has 2 Ascend devices" in said.err
 
 
-def test_devices_get_more_time_to_end():
+def test_ranks_on_devices_have_a_longer_grace_period():
     assert grace_seconds({"DEVICE_TARGET": "Ascend"}) > grace_seconds({}) == grace_seconds({"DEVICE_TARGET": "CPU"})
 
 
@@ -352,8 +354,8 @@ def test_devices_get_more_time_to_end():
         ({}, None),
     ],
 )
-@pytest.mark.parametrize("chosen", [False, True], ids=["", "the script chose"])
-def test_each_process_takes_its_own_card(monkeypatch, environ, card, chosen):
+@pytest.mark.parametrize("chosen", [False, True], ids=["no device set", "device set by the script"])
+def test_each_rank_selects_its_own_device(monkeypatch, environ, card, chosen):
     set_to = []
     conf = SimpleNamespace(get_instance=lambda: SimpleNamespace(is_device_enable=lambda: chosen))
     monkeypatch.setattr("mindspore._c_expression.DeviceManagerConf", conf)
@@ -364,7 +366,7 @@ def test_each_process_takes_its_own_card(monkeypatch, environ, card, chosen):
     assert set_to == ([] if card is None or chosen else [("Ascend", card)])
 
 
-def test_a_rank_records_its_end_in_two_steps(tmp_path):
+def test_a_rank_records_its_end_and_the_end_of_its_threads(tmp_path):
     memory = heartbeat.create(tmp_path / "heartbeats", 2)
     writer = heartbeat.HeartbeatWriter()
     writer.report_to(tmp_path / "heartbeats", 1)
@@ -396,7 +398,7 @@ def test_a_reused_process_id_gets_no_signal(tmp_path):
     assert state_and_birth_of(other.pid) == ("", 0)
 
 
-def test_where_a_rank_hangs_is_in_the_users_code():
+def test_the_location_of_a_hang_is_a_line_of_the_users_code():
     """The innermost frames, in the standard library and in any folder of this package, are skipped."""
     package = Path(mindnlp_dp.__path__[0])
     ours = [str(package / name) for name in ("x.py", "communication/process_group.py", "launch/processes/worker.py")]
@@ -407,7 +409,7 @@ def test_where_a_rank_hangs_is_in_the_users_code():
     assert describe_location(rank, stacks, False) == "it is in /u/train.py:4, in f4(), in update 3"
 
 
-def test_a_process_of_a_job_finds_the_package_and_not_its_folders(tmp_path):
+def test_sys_path_of_a_job_has_the_package_and_not_its_subfolders(tmp_path):
     (tmp_path / "shows_path.py").write_text(
         "import os, sys\ndef main():\n    print(*map(os.path.realpath, sys.path), sep='\\n')\n"
     )
@@ -434,8 +436,8 @@ def test_stacks_of_many_ranks_fit_into_a_message(tmp_path):
     assert len(json.dumps(found)) < LONGEST_BYTES
 
 
-def test_a_process_that_does_not_handle_the_signal_for_stacks_does_not_get_it(tmp_path):
-    """Check a rank past Python's end, which the signal would end while a driver cleans up."""
+def test_a_process_without_a_handler_gets_no_signal_for_its_stacks(tmp_path):
+    """Check a rank after Python's end, which the signal would end while a driver cleans up."""
     with subprocess.Popen(["sleep", "60"]) as other:
         rank = RankHeartbeat(changes=1, pid=other.pid, born=state_and_birth_of(other.pid)[1])
         (tmp_path / "worker_0.stacks").write_text("")
@@ -444,7 +446,7 @@ def test_a_process_that_does_not_handle_the_signal_for_stacks_does_not_get_it(tm
         other.kill()
 
 
-def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_path):
+def test_a_memory_folder_of_another_user_is_not_opened(monkeypatch, tmp_path):
     """Do not open another user's lock: it may be a link, or a FIFO that blocks the process that opens it."""
     stale = tmp_path / "mindnlp-dp-job-x"
     stale.mkdir()
@@ -466,7 +468,7 @@ def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_
     assert not stale.exists()
 
 
-def test_without_descriptors_the_job_continues_without_its_output(tmp_path, monkeypatch):
+def test_a_log_is_read_later_if_no_file_descriptor_is_free(tmp_path, monkeypatch):
     (tmp_path / "worker_0.log").write_text("hello")
     log = _Log(tmp_path / "worker_0.log", "")
 
@@ -479,7 +481,7 @@ def test_without_descriptors_the_job_continues_without_its_output(tmp_path, monk
     assert log.new() == b"hello"
 
 
-def test_a_record_that_is_read_while_it_is_written_is_not_taken_for_a_rank_that_is_gone(tmp_path):
+def test_a_heartbeat_read_during_a_write_is_consistent(tmp_path):
     """Read a record that a rank writes thousands of times per second."""
     memory = heartbeat.create(tmp_path / "heartbeats", 1)
     own = "import sys, threading\nfrom pathlib import Path\nfrom mindnlp_dp.runtime import heartbeat\n" + (

@@ -1,4 +1,4 @@
-"""Tests how many labels a loss is the mean of: tables of counts, by the class of the model."""
+"""Test loss weights: how many labels the mean loss of each model class and task counts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ IDS = np.ones((3, 4), np.int64)
     [({}, 6), ({"shifted": True}, 4), ({"mask": np.array([[1, 1, 1, 0]] * 3)}, 4), ({"ignore_index": None}, 12),
      ({"ignore_index": 3}, 11), ({"shifted": True, "mask": np.array([[1, 1, 1, 0]] * 3)}, 2)],
 )  # fmt: skip
-def test_count_labels(options, expected):
+def test_count_labels_leaves_out_ignored_shifted_and_masked_labels(options, expected):
     assert dp.count_labels(LABELS, **options) == expected
     assert dp.count_labels({"labels": LABELS}, **options) == expected
 
 
-def test_count_labels_of_lists_tensors_and_choices():
+def test_count_labels_accepts_lists_tensors_and_multiple_choice():
     import mindspore
 
     assert dp.count_labels(LABELS.tolist()) == 6
@@ -65,12 +65,12 @@ def test_count_labels_of_lists_tensors_and_choices():
         (LossMean(Task.MASKED_LM), None, None),
     ],
 )
-def test_weights(mean, labels, expected):
+def test_the_loss_weight_of_each_task_counts_its_labels(mean, labels, expected):
     batch = {"input_ids": IDS} if labels is None else {"input_ids": IDS, "labels": labels}
     assert mean.weight(batch) == expected
 
 
-def test_positions_within_the_text():
+def test_the_loss_weight_of_question_answering_counts_positions_in_the_text():
     batch = {"input_ids": IDS, "start_positions": np.array([0, 4, 9]), "end_positions": np.array([3, 3, 4])}
     assert span_counts(batch).tolist() == [1, 2]
     assert LossMean(Task.QUESTION_ANSWERING).weight(batch) == 1.5
@@ -98,7 +98,7 @@ CLASSES = {
 
 @needs_0_4
 @pytest.mark.parametrize("name", CLASSES)
-def test_classes(name):
+def test_the_task_of_each_model_class_is_known(name):
     import mindnlp.transformers
 
     # Only the class of the model is examined.
@@ -108,7 +108,7 @@ def test_classes(name):
 
 
 @needs_0_4
-def test_integers_are_no_classes_in_a_regression():
+def test_integer_labels_of_a_regression_are_never_ignored():
     from small_models import build, find
 
     model = build(find("BertForSequenceClassification"))
@@ -118,7 +118,7 @@ def test_integers_are_no_classes_in_a_regression():
 
 
 @needs_0_4
-def test_subclasses_are_known_until_they_have_a_forward_of_their_own():
+def test_subclasses_are_known_unless_they_override_forward():
     from mindnlp.transformers import BertForMaskedLM, BertForPreTraining, BertModel
 
     class Renamed(BertForMaskedLM):
@@ -137,7 +137,7 @@ def test_subclasses_are_known_until_they_have_a_forward_of_their_own():
 
 @needs_0_4
 @pytest.mark.parametrize(("peft", "is_shifted"), [("LORA", True), ("PROMPT_TUNING", False), ("P_TUNING", False)])
-def test_prompts_are_put_before_the_labels(peft, is_shifted):
+def test_the_loss_of_prompt_tuning_is_not_shifted(peft, is_shifted):
     """Check that the first label of a row is then compared with the output at the last virtual token."""
     from mindnlp.peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
     from small_models import build, find
@@ -151,7 +151,7 @@ def test_prompts_are_put_before_the_labels(peft, is_shifted):
     assert loss_mean(model) == LossMean(Task.CAUSAL_LM, is_shifted=is_shifted)
 
 
-def test_an_unknown_loss_is_weighed_by_rows_with_one_warning():
+def test_an_unknown_loss_is_weighted_by_rows_with_one_warning():
     weigher = LossWeigher(None, "the loss of MyModel")
     assert weigher({"input_ids": IDS, "labels": np.array([1, 2, 3])}) == 3
     with pytest.warns(RuntimeWarning, match="the loss of MyModel.*loss_weight.*loss_weight_of=.*count_labels"):
@@ -164,20 +164,22 @@ def test_an_unknown_loss_is_weighed_by_rows_with_one_warning():
 
 
 @pytest.mark.parametrize("batch", [(IDS, LABELS), {"ids": IDS, "target": LABELS}, IDS])
-def test_labels_under_another_name_are_said_to_be_missing(batch):
+def test_labels_under_another_name_give_a_warning(batch):
     weigher = LossWeigher(LossMean(Task.CAUSAL_LM, is_shifted=True), "the loss of GPT2LMHeadModel")
-    with pytest.warns(RuntimeWarning, match="GPT2LMHeadModel is a mean over labels.*has none under.*loss_weight_of="):
+    with pytest.warns(
+        RuntimeWarning, match="GPT2LMHeadModel is a mean over labels.*has no column with.*loss_weight_of="
+    ):
         assert weigher(batch) == 3
 
 
-def test_rows_are_those_of_the_labels():
+def test_rows_are_counted_from_the_labels():
     batch = {"position_ids": np.zeros((1, 4)), "labels": np.ones(3, np.float32)}
     assert LossMean(Task.CLASSIFICATION).weight(batch) == LossWeigher(None, "")(batch) == 3
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_none_is_refused(weight):
-    with pytest.raises(ValueError, match="a loss weighs .* on rank 1: loss_weight"):
+def test_negative_and_non_finite_loss_weights_are_refused(weight):
+    with pytest.raises(ValueError, match="the loss weight is .* on rank 1: loss_weight"):
         checked_weight(weight, "1")
 
 
@@ -206,7 +208,7 @@ class Loop:
         return self.network, ids
 
 
-def test_the_model_that_a_function_refers_to():
+def test_the_model_is_found_in_closures_globals_and_bound_methods():
     import functools
 
     inner, outer, stranger = Network(ONE), Network(ONE, OTHER), Network(object())
@@ -238,15 +240,17 @@ def test_the_model_that_a_function_refers_to():
     later = inner
 
 
-def test_arguments_that_are_passed_as_a_tuple_have_the_functions_names():
+def test_a_tuple_batch_takes_its_names_from_the_function_signature():
     def forward(input_ids, labels):
         raise AssertionError("only its signature is looked at")
 
-    with pytest.warns(RuntimeWarning, match="this function's loss is a mean of is not known"):
+    with pytest.warns(
+        RuntimeWarning, match="it is not known whether this function's loss is a mean over rows or over labels"
+    ):
         assert BatchWeigher(forward, None)((IDS, LABELS)) == 3
 
 
-def test_question_answering_with_rows_of_several_lengths_is_one_warning():
+def test_question_answering_batches_of_different_lengths_give_one_warning():
     """Its softmax is over the padding, too, so the loss depends on the padded length."""
     weigh = LossWeigher(LossMean(Task.QUESTION_ANSWERING), "the loss of M")
 

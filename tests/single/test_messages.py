@@ -1,4 +1,4 @@
-"""Test what messages may have beside role and content, and the chat templates of well-known models."""
+"""Test chat messages with tools, reasoning and weights, and the chat templates of well-known models."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TURNS = [user("a"), said(" b "), user("c"), said("d")]
         ("mistral", "<s>[INST] a [/INST] b</s>[INST] c [/INST]", [" b</s>"]),
     ],
 )
-def test_templates_of_tokenizers(tmp_path, kind, text, labels):
+def test_chat_templates_of_tokenizers_label_only_assistant_messages(tmp_path, kind, text, labels):
     found, parts = counted(read(tmp_path, TURNS), of(kind))
     assert found.startswith(text)
     assert parts == [*labels, labels[0].replace(" b ", "d").replace("b", "d")]
@@ -88,14 +88,14 @@ def test_templates_of_tokenizers(tmp_path, kind, text, labels):
         ("{{ messages[9].role.x }}", TURNS, "template refuses it: .* has no (element|attribute)"),
     ],
 )
-def test_what_a_template_refuses_is_named_with_its_line(tmp_path, kind, messages, message):
+def test_messages_refused_by_a_chat_template_are_reported_with_their_line(tmp_path, kind, messages, message):
     conversation = read(tmp_path, messages)
     with pytest.raises(InputError, match=f"a.jsonl, line 2: (this tokenizer's chat .*)?{message}"):
         list(of(kind)(conversation))
 
 
 @pytest.mark.core
-def test_tools_and_reasoning_are_written_by_templates_that_know_them(tmp_path):
+def test_tools_and_reasoning_are_written_by_chat_templates_that_support_them(tmp_path):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     asked = [user("weather?"), said(None, tool_calls=[call("look", '{"at": "here"}')])]
     messages = [*asked, {"role": "tool", "content": "rain", "tool_call_id": "1"}, said("It rains.")]
@@ -110,7 +110,7 @@ def test_tools_and_reasoning_are_written_by_templates_that_know_them(tmp_path):
 
 
 @pytest.mark.parametrize("name", templates.BY_NAME)
-def test_templates_of_this_package_refuse_what_they_do_not_write(tmp_path, name):
+def test_built_in_templates_refuse_unsupported_keys_of_messages(tmp_path, name):
     tool = {"role": "tool", "content": "t"}
     for messages, more, key in [
         ([user("a"), said("b", reasoning_content="r")], {}, "reasoning_content"),
@@ -141,7 +141,7 @@ def test_messages_of_weight_0_have_no_labels(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", templates.CHAT_TEMPLATES)
-def test_the_saved_chat_template_writes_what_was_trained_on(tmp_path, name):
+def test_the_saved_chat_template_writes_the_text_of_training(tmp_path, name):
     messages = [{"role": "system", "content": "Be brief."}, *TURNS]
     text, _ = counted(read(tmp_path, messages), templates.BY_NAME[name])
     assert counted(read(tmp_path, messages), of(templates.CHAT_TEMPLATES[name]))[0] == text
@@ -150,5 +150,5 @@ def test_the_saved_chat_template_writes_what_was_trained_on(tmp_path, name):
     assert prompt == templates.prompt_of(read(tmp_path, messages), templates.BY_NAME[name])
 
 
-def test_keys_of_a_line_that_are_not_used_are_kept_for_a_message(tmp_path):
+def test_unused_keys_of_a_row_are_recorded(tmp_path):
     assert read(tmp_path, TURNS, id=1, mask_history=False).ignored == {"id"}

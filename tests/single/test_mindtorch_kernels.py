@@ -68,7 +68,7 @@ def value_and_gradients(function, shapes, kernels):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_is_computed_by_ours_with_the_same_values(name, monkeypatch):
+def test_mindtorch_calls_our_kernels_and_gets_the_same_values(name, monkeypatch):
     from mindnlp_dp.kernels import functions
 
     kernel, function, shapes = FUNCTIONS[name]
@@ -85,7 +85,7 @@ def test_a_function_is_computed_by_ours_with_the_same_values(name, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "GPT2", "Llama"])
-def test_models_are_the_same_to_rounding(kind):
+def test_models_with_our_kernels_match_mindspore_kernels(kind):
     library, torch = transformers_api(), mindnlp_api()
     sizes = {
         "Roberta": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
@@ -126,7 +126,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_differences_have_gradients(name):
+def test_gradients_of_differences_match_the_derivatives(name):
     """Compare with the derivatives; MindNLP 0.5.1 alone returns zeros."""
     a, b = Tensor(numbers(5)), Tensor(numbers(5, seed=1))
     weight = mindnlp_api().nn.Parameter(a)
@@ -137,7 +137,7 @@ def test_differences_have_gradients(name):
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (6, 3, 4, 5)])
-def test_batch_normalisation(shape):
+def test_batch_norm_matches_numpy(shape):
     """Compare with NumPy; MindNLP 0.5.1 alone multiplies by the running mean."""
     torch = mindnlp_api()
     layer = (torch.nn.BatchNorm1d if len(shape) == 2 else torch.nn.BatchNorm2d)(3)

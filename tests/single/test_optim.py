@@ -66,13 +66,13 @@ def lars(weight_decay, lr=0.5, momentum=0.9, eta=0.01, trust=True):
 @pytest.mark.core
 @pytest.mark.parametrize("trust", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_lamb_is_the_papers(weight_decay, trust):
+def test_lamb_matches_the_algorithm_of_the_paper(weight_decay, trust):
     mine = run(lambda p: LAMB(p, 0.02, (0.9, 0.99), weight_decay=weight_decay, use_trust_ratio=trust))
     for one, expected in zip(mine, lamb(weight_decay, trust=trust)):
         np.testing.assert_allclose(one, expected, rtol=2e-5, atol=1e-6)
 
 
-def test_lambs_ratio_is_bounded():
+def test_max_trust_ratio_bounds_the_ratio_of_lamb():
     mine = run(lambda p: LAMB(p, 0.02, (0.9, 0.99), weight_decay=0.1, max_trust_ratio=0.5))
     for one, expected in zip(mine, lamb(0.1, max_ratio=0.5)):
         np.testing.assert_allclose(one, expected, rtol=2e-5, atol=1e-6)
@@ -80,14 +80,14 @@ def test_lambs_ratio_is_bounded():
 
 @pytest.mark.parametrize("trust", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_lars_is_the_papers(weight_decay, trust):
+def test_lars_matches_the_algorithm_of_the_paper(weight_decay, trust):
     options = {"weight_decay": weight_decay, "trust_coefficient": 0.01, "use_trust_ratio": trust}
     for one, expected in zip(run(lambda p: LARS(p, 0.5, **options)), lars(weight_decay, trust=trust)):
         np.testing.assert_allclose(one, expected, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [LAMB, LARS])
-def test_a_layer_of_zeros_and_a_gradient_of_zeros(kind):
+def test_lamb_and_lars_use_the_plain_rate_for_zero_weights_and_gradients(kind):
     """Check that the plain rate is used where a ratio is undefined, and that nothing is divided by zero."""
     zeros = nn.Parameter(mindspore.Tensor(np.zeros((2, 2), np.float32)))
     still = nn.Parameter(mindspore.Tensor(np.ones((2, 2), np.float32)))
@@ -104,7 +104,7 @@ def test_a_layer_of_zeros_and_a_gradient_of_zeros(kind):
 
 
 @pytest.mark.parametrize("kind", [LAMB, LARS])
-def test_a_trust_ratio_makes_the_size_of_the_gradient_irrelevant(kind):
+def test_a_trust_ratio_makes_the_step_independent_of_the_gradient_norm(kind):
     """Check that a step changes a layer in proportion to its norm: 1,000 times the gradient gives the same step."""
     moved = []
     for factor in (1.0, 1000.0):
@@ -116,7 +116,7 @@ def test_a_trust_ratio_makes_the_size_of_the_gradient_irrelevant(kind):
     np.testing.assert_allclose(moved[0], moved[1], rtol=1e-2, atol=1e-6)
 
 
-def test_groups_leave_biases_and_normalization_alone():
+def test_parameter_groups_exclude_biases_and_normalization_from_weight_decay():
     model = tiny_roberta()
     matrices, others = parameter_groups(model, 0.1)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -130,7 +130,7 @@ def test_groups_leave_biases_and_normalization_alone():
 
 
 @pytest.mark.parametrize("make", [LAMB, LARS])
-def test_a_group_may_hold_what_no_rule_reads(make):
+def test_unknown_keys_of_a_parameter_group_are_ignored(make):
     dp.init_process_group()
     parameter = nn.Parameter(mindspore.Tensor(np.ones(3, np.float32)))
     optimizer = make([{"params": [parameter], "names": ["weight"]}], lr=0.1)
@@ -139,7 +139,7 @@ def test_a_group_may_hold_what_no_rule_reads(make):
     assert (parameter.asnumpy() < 1).all()
 
 
-def test_rates_grow_with_the_batch():
+def test_the_learning_rate_scales_with_the_batch_size():
     assert scaled_learning_rate(0.1, 256, 1024) == pytest.approx(0.4)
     assert scaled_learning_rate(0.1, 256, 1024, "sqrt") == pytest.approx(0.2)
     assert scaled_learning_rate(0.1, 256, 64) == pytest.approx(0.025)
@@ -160,7 +160,7 @@ def test_rates_grow_with_the_batch():
         (lambda p: LARS(p, weight_decay=-0.1), "weight_decay must not be negative, got -0.1"),
     ],
 )
-def test_what_is_out_of_range_is_said(make, said):
+def test_optimizer_settings_out_of_range_are_refused(make, said):
     with pytest.raises(ValueError, match=said):
         make([nn.Parameter(mindspore.Tensor(np.ones(2, np.float32)))])
 
@@ -170,7 +170,7 @@ def test_what_is_out_of_range_is_said(make, said):
 
 @pytest.mark.skipif(is_0_5, reason="on CPU, operators of MindNLP 0.5 read memory of the host themselves")
 @pytest.mark.parametrize("make", [lambda p: LAMB(p, 0.02, weight_decay=0.1), lambda p: LARS(p, 0.5)])
-def test_a_step_on_a_device_waits_for_it_once(monkeypatch, make):
+def test_a_lamb_or_lars_step_reads_from_the_device_once(monkeypatch, make):
     on_host = run(make)
     monkeypatch.setattr(mindspore, "get_context", lambda key: "Ascend")
     for mine, expected in zip(run(make), on_host):
@@ -184,7 +184,7 @@ def test_a_step_on_a_device_waits_for_it_once(monkeypatch, make):
     assert reads == ["asnumpy"]
 
 
-def test_clipping_for_mindspores_optimizers_waits_once():
+def test_clipping_for_mindspore_optimizers_reads_from_the_device_once():
     updater = MindSporeUpdater(None, [None] * (len(SHAPES) + 1))
     gradients = [mindspore.Tensor(x.astype(np.float32)) for x in start()]
     with counted_host_reads() as reads:
@@ -196,7 +196,7 @@ def test_clipping_for_mindspores_optimizers_waits_once():
     assert updater.clip([None], 0.5) == ([None], 0.0)
 
 
-def test_a_norm_beyond_float16_is_clipped_and_not_left_out():
+def test_gradients_whose_squared_norm_exceeds_float16_are_clipped():
     parameter = nn.Parameter(mindspore.Tensor(np.zeros(10_000, np.float16)))
     gradient = mindspore.Tensor(np.full(10_000, 3.0, np.float16))
     [clipped], norm = MindNLPUpdater(None, [parameter]).clip([gradient], 30.0)

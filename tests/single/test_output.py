@@ -1,4 +1,4 @@
-"""Tests that no reader of the launcher's output can block it, such as a stopped terminal or an unread pipe."""
+"""Test that a stopped terminal or an unread pipe does not block the launcher, and that its output is complete."""
 
 import io
 import os
@@ -70,14 +70,14 @@ def test_unread_output_blocks_no_writer_and_is_not_lost(pipe):
     assert b"".join(found) == text
 
 
-def test_other_processes_with_the_same_pipe_still_block(pipe):
+def test_the_pipe_stays_blocking_for_other_processes(pipe):
     output = Output(pipe[1])
     assert os.get_blocking(pipe[1])
     output.close()
     os.write(pipe[1], b"still open")
 
 
-def test_unread_output_to_a_socket():
+def test_unread_output_to_a_socket_is_not_lost():
     """Write to a socket, which systemd or Node.js use as the output of their child processes."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -91,7 +91,7 @@ def test_unread_output_to_a_socket():
         output.close()
 
 
-def test_a_pipe_that_another_process_has_made_non_blocking(pipe):
+def test_output_to_a_non_blocking_pipe_is_not_lost(pipe):
     os.set_blocking(pipe[1], False)
     text, found = os.urandom(MORE_THAN_A_PIPE_TAKES), []
     output = Output(pipe[1])
@@ -105,7 +105,7 @@ def test_a_pipe_that_another_process_has_made_non_blocking(pipe):
     assert b"".join(found) == text
 
 
-def test_a_disk_that_is_full_for_a_while():
+def test_output_to_a_full_disk_is_dropped_without_an_error():
     with open("/dev/full", "wb") as full:
         output = Output(full.fileno())
         output.write(b"lost")
@@ -131,14 +131,14 @@ def test_unread_standard_error_does_not_block_standard_output(tmp_path, pipe):
     assert (tmp_path / "file").read_text() == "a line\n"
 
 
-def test_drain_returns_at_the_end(pipe):
+def test_an_output_with_unread_bytes_is_closed(pipe):
     output = Output(pipe[1])
     output.write(bytes(MORE_THAN_A_PIPE_TAKES))
     assert not output.drain(0.05)
     output.close()
 
 
-def test_a_terminal_that_was_stopped():
+def test_output_to_a_stopped_terminal_is_written_when_it_continues():
     master, slave = pty.openpty()
     try:
         output = Output(slave)
@@ -155,7 +155,7 @@ def test_a_terminal_that_was_stopped():
         os.close(slave)
 
 
-def test_two_streams_of_one_terminal_stay_in_order():
+def test_stdout_and_stderr_of_one_terminal_stay_in_order():
     master, slave = pty.openpty()
     before = sys.stdout, sys.stderr
     try:
@@ -177,7 +177,7 @@ def test_two_streams_of_one_terminal_stay_in_order():
     assert said == ["out 0", "err 0", "out 1", "err 1", "out 2", "err 2", ""]
 
 
-def test_a_file_is_written_where_its_end_is(tmp_path):
+def test_output_to_a_file_is_written_in_order(tmp_path):
     with open(tmp_path / "file", "w") as file, standard_output(file.fileno()):
         print("before", flush=True)
         with BackgroundOutput():
@@ -186,7 +186,7 @@ def test_a_file_is_written_where_its_end_is(tmp_path):
     assert (tmp_path / "file").read_text() == "before\nwithin\nafter\n"
 
 
-def test_streams_without_a_descriptor_are_unchanged(capsys):
+def test_streams_without_a_file_descriptor_are_unchanged(capsys):
     out = sys.stdout
     with BackgroundOutput():
         print("captured")
@@ -194,7 +194,7 @@ def test_streams_without_a_descriptor_are_unchanged(capsys):
     assert capsys.readouterr().out == "captured\n"
 
 
-def test_a_reader_that_is_gone_does_not_end_the_job(tmp_path, pipe, capsys):
+def test_a_closed_output_pipe_does_not_end_the_job(tmp_path, pipe, capsys):
     os.close(pipe[0])
     with standard_output(pipe[1]), BackgroundOutput():
         console = Console(tmp_path, 1, "0", EventLoop())
@@ -204,7 +204,7 @@ def test_a_reader_that_is_gone_does_not_end_the_job(tmp_path, pipe, capsys):
         console.show()
         console.close()
         print("nor does this")
-    assert capsys.readouterr().err.count("nothing more is shown") == 1
+    assert capsys.readouterr().err.count("output is no longer shown") == 1
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -218,7 +218,7 @@ def test_a_closed_standard_stream_does_not_end_the_job(tmp_path, monkeypatch, st
         console.close()
 
 
-def test_streams_of_text_such_as_a_notebooks_get_the_ranks_output(tmp_path):
+def test_text_streams_of_notebooks_get_the_output_of_ranks(tmp_path):
     (tmp_path / "worker_0.log").write_bytes("a line, \u00fc\n".encode() + b"\xff\n")
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -252,7 +252,7 @@ def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
     assert b"".join(found).decode() == "".join(front + line for line in lines) + front + "its last" + end
 
 
-def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe, monkeypatch):
+def test_a_log_is_shown_to_its_end_for_a_slow_reader(tmp_path, pipe, monkeypatch):
     (tmp_path / "worker_0.log").write_bytes(os.urandom(3 * MORE_THAN_A_PIPE_TAKES))
     os.set_blocking(pipe[0], False)
     found, slept = [], []
@@ -275,7 +275,7 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
         console.close()
 
 
-def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
+def test_long_and_unfinished_lines_are_shown(tmp_path, capfdbinary):
     (tmp_path / "worker_0.log").write_text("x" * (5 << 20) + "\nits last\nand no more")
     with BackgroundOutput():
         console = Console(tmp_path, 1, "all", EventLoop())
@@ -301,13 +301,14 @@ def test_ctrl_c_ends_the_wait_for_a_reader_after_success(tmp_path, pipe):
         console = Console(tmp_path, 1, "0", SimpleNamespace(run_once=interrupt_once, sleep=time.sleep))
         console.show_all(lambda: False)
         console.close()
+    assert len(waits) == 1
 
 
-def test_an_attempt_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
+def test_a_finished_attempt_does_not_wait_for_a_reader(tmp_path, pipe, capsys):
     (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
     with standard_output(pipe[1]), BackgroundOutput():
         console = Console(tmp_path, 1, "0", EventLoop())
         console.show()
         console.close()
         stop_waiting_for_readers()
-    assert "no process reads it here" in capsys.readouterr().err
+    assert "no process reads this output" in capsys.readouterr().err

@@ -19,7 +19,7 @@ IDS = [[5, 6, 7], [8]]
 
 
 @pytest.mark.parametrize("kind", [list, np.array, lambda values: mindspore.Tensor(values, mindspore.int64)])
-def test_rows_are_padded_to_the_longest(kind):
+def test_rows_are_padded_to_the_longest_row(kind):
     samples = rows(
         input_ids=map(kind, IDS), attention_mask=map(kind, [[1, 1, 1], [1]]),
         token_type_ids=map(kind, [[0, 1, 1], [1]]), labels=map(kind, [[5, -100, 7], [8]]), score=[0.5, 1.5],
@@ -53,13 +53,13 @@ def test_rows_are_padded_to_the_longest(kind):
         ),
     ],
 )
-def test_the_side_the_token_and_the_multiple_are_chosen(settings, ids, mask):
+def test_padding_follows_side_pad_token_and_pad_to_multiple_of(settings, ids, mask):
     batch = dp.PaddingCollator(**settings)(rows(input_ids=IDS))
     assert batch["input_ids"].tolist() == ids
     assert batch["attention_mask"].tolist() == mask
 
 
-def test_labels_of_any_task_keep_their_meaning():
+def test_labels_of_every_task_are_padded_or_kept():
     collate = dp.PaddingCollator(pad_to_multiple_of=4)
     assert collate(rows(input_ids=IDS, label=[1, 0]))["labels"].tolist() == [1, 0]
     # One number for each class.
@@ -75,7 +75,7 @@ def test_labels_of_any_task_keep_their_meaning():
     assert batch["labels"].tolist() == [[5, 6, -100, -100], [7, 8, -100, -100]]
 
 
-def test_an_empty_row_keeps_the_type():
+def test_an_empty_row_keeps_the_dtype():
     batch = dp.PaddingCollator()(rows(input_ids=[[], [5]], labels=[[], [5]]))
     assert batch["input_ids"].tolist() == [[0], [5]]
     assert batch["input_ids"].dtype == np.int64
@@ -90,14 +90,14 @@ def test_small_integers_and_bool_are_widened(dtype):
     assert batch["labels"].tolist() == [[1, -100, -100], [1, 1, 1]]
 
 
-def test_samples_with_different_columns_are_an_error():
+def test_samples_with_different_columns_are_refused():
     rows = [{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}]
     for each in (rows, rows[::-1]):
-        with pytest.raises(ValueError, match="samples 0 and 1 of a batch .* same columns: one lacks 'labels'"):
+        with pytest.raises(ValueError, match="samples 0 and 1 of a batch .* same columns: one does not have 'labels'"):
             dp.PaddingCollator()(each)
 
 
-def test_columns_that_are_not_padded_raise_an_error():
+def test_invalid_padding_settings_and_ragged_columns_are_refused():
     with pytest.raises(ValueError, match="no padding token; set tokenizer.pad_token"):
         dp.PaddingCollator(SimpleNamespace(pad_token_id=None, padding_side="right"))
     with pytest.raises(ValueError, match='side is "right" or "left", got \'top\''):

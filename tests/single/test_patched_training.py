@@ -30,7 +30,7 @@ def trained_by_adam(kind, amsgrad, num_updates=30):
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam])
-def test_adam_makes_the_same_weights_with_its_scalars_as_tensors(kind, amsgrad, monkeypatch):
+def test_patched_adam_trains_the_same_weights_as_stock_adam(kind, amsgrad, monkeypatch):
     patched = trained_by_adam(kind, amsgrad)
     raw = "raw_adam_amsgrad" if amsgrad else "raw_adam"
     monkeypatch.setattr(ops.optim, raw, getattr(ops.optim, raw).__wrapped__)
@@ -38,7 +38,7 @@ def test_adam_makes_the_same_weights_with_its_scalars_as_tensors(kind, amsgrad, 
         np.testing.assert_array_equal(ours, stock)
 
 
-def test_no_scalar_that_changes_reaches_mindspores_kernel(monkeypatch):
+def test_patched_adam_passes_changing_scalars_as_tensors(monkeypatch):
     seen = []
     monkeypatch.setattr(sys.modules["mindnlp.core.ops.optim"], "_adam", lambda *arguments: seen.append(arguments))
     trained_by_adam(optim.AdamW, amsgrad=False, num_updates=3)
@@ -49,7 +49,7 @@ def test_no_scalar_that_changes_reaches_mindspores_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4), (2, 3, 1, 5)])
-def test_gradients_of_any_shape_are_clipped(shape):
+def test_clip_grad_norm_clips_gradients_of_any_shape(shape):
     parameter = Parameter(mindspore.Tensor(np.zeros(shape, np.float32)))
     gradient = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     parameter.grad = mindspore.Tensor(gradient)
@@ -85,7 +85,7 @@ print((resident() - before) / 100)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_by_compiled_adams():
+def test_memory_does_not_grow_with_the_number_of_adam_updates():
     environment = {**os.environ, "PYTHONPATH": TESTS}
     done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

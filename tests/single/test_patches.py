@@ -18,12 +18,12 @@ def run(code, **environ):
 
 
 @pytest.mark.parametrize("mindspore", ["2.7.0", "2.7.1.post1", "2.8.0", "2.8.3", "2.9.0", "2.10.0", "2.10.1"])
-def test_tested_versions(mindspore):
+def test_tested_versions_give_no_warning(mindspore):
     assert check_versions("0.4.1", mindspore) == ""
 
 
 @pytest.mark.parametrize("mindspore", ["2.8.0", "2.8.3"])
-def test_tested_versions_of_the_other_mindnlp(mindspore):
+def test_tested_versions_with_mindnlp_0_5_give_no_warning(mindspore):
     assert check_versions("0.5.1", mindspore) == ""
 
 
@@ -35,7 +35,7 @@ def test_tested_versions_of_the_other_mindnlp(mindspore):
         ("0.5.2", "2.8.0"), ("0.5.10", "2.11.0"),
     ],
 )  # fmt: skip
-def test_newer_versions_give_one_line_that_names_the_tested_ones(mindnlp, mindspore):
+def test_newer_versions_give_a_warning_that_names_the_tested_ones(mindnlp, mindspore):
     warning = check_versions(mindnlp, mindspore)
     assert f"MindNLP {mindnlp} with MindSpore {mindspore} is newer than the tested versions" in warning
     assert "MindNLP 0.4.1 with MindSpore 2.7.0 to 2.10.x" in warning
@@ -50,7 +50,7 @@ def test_newer_versions_give_one_line_that_names_the_tested_ones(mindnlp, mindsp
         ("0.3.1", "2.7.0"), ("0.6.0", "2.10.0"),
     ],
 )  # fmt: skip
-def test_versions_that_do_not_work_are_refused_with_those_that_do(mindnlp, mindspore):
+def test_unsupported_versions_are_refused_with_the_supported_ones(mindnlp, mindspore):
     with pytest.raises(UnsupportedVersionsError) as caught:
         check_versions(mindnlp, mindspore)
     message = str(caught.value)
@@ -59,7 +59,7 @@ def test_versions_that_do_not_work_are_refused_with_those_that_do(mindnlp, minds
     assert issubclass(UnsupportedVersionsError, ImportError)
 
 
-def test_the_versions_are_checked_when_mindnlp_is_imported():
+def test_versions_are_checked_when_mindnlp_is_imported():
     code = """
 import importlib.metadata, mindnlp_dp
 importlib.metadata.version = {"mindnlp": "0.4.1", "mindspore": "2.6.0"}.__getitem__
@@ -72,7 +72,7 @@ import mindnlp
 
 
 @pytest.mark.parametrize("rank", ["", "0", "1"])
-def test_the_first_rank_alone_warns_of_newer_versions(monkeypatch, capsys, rank):
+def test_only_the_first_rank_warns_of_newer_versions(monkeypatch, capsys, rank):
     versions = {"mindnlp": "0.4.1", "mindspore": "2.11.0"}
     monkeypatch.setattr(common.importlib.metadata, "version", versions.__getitem__)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
@@ -82,15 +82,16 @@ def test_the_first_rank_alone_warns_of_newer_versions(monkeypatch, capsys, rank)
     assert all("2.11.0 is newer than the tested versions" in line for line in lines)
 
 
-def test_the_launcher_imports_neither_mindspore_nor_mindnlp_nor_numpy():
+def test_the_launcher_and_optim_import_neither_mindspore_nor_mindnlp_nor_numpy():
     done = run(
-        "import sys, mindnlp_dp.commands.main, mindnlp_dp.launch.processes.worker\n"
+        "import sys, mindnlp_dp as dp, mindnlp_dp.commands.main, mindnlp_dp.launch.processes.worker\n"
+        "assert 'Muon' in dp.optim.__all__\n"
         "print([m for m in sys.modules if m.startswith('minds') or m == 'numpy'])"
     )
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_mindnlp_first_is_refused_with_the_fix():
+def test_importing_mindnlp_first_is_refused():
     done = run("import sys, types; sys.modules['mindnlp'] = types.ModuleType('mindnlp'); import mindnlp_dp")
     assert "write `import mindnlp_dp` first" in done.stderr
 
@@ -113,7 +114,7 @@ assert np.isfinite(trainer.evaluate()["eval_loss"])
 """
 
 
-def test_the_stock_trainer_trains_and_evaluates_in_silence(tmp_path):
+def test_the_stock_trainer_trains_and_evaluates_without_warnings(tmp_path):
     done = run(TRAIN_STOCK.replace("/tmp/unused", str(tmp_path)), PYTHONPATH=os.path.dirname(os.path.dirname(__file__)))
     assert done.returncode == 0, done.stderr
     assert "deprecate" not in (done.stdout + done.stderr).lower()
@@ -139,12 +140,12 @@ print("not started")
 """
 
 
-def test_multi_npu_starts_seeds_and_shards_nothing():
+def test_the_variable_multi_npu_starts_seeds_and_shards_nothing():
     done = run(MULTI_NPU, MULTI_NPU="true")
     assert done.stdout.strip().endswith("not started"), done.stderr
 
 
-def test_each_patched_thing_works():
+def test_patched_operators_work():
     code = """
 import mindnlp_dp
 import mindspore, numpy as np
@@ -160,7 +161,7 @@ assert mindspore.dtype_to_nptype(mindspore.float32) is np.float32
     assert "WARNING" not in done.stderr
 
 
-def test_parameters_that_are_initialised_later_are_trained():
+def test_lazily_initialized_parameters_are_trained():
     import mindspore
     from mindnlp.core import nn, ops
     from mindspore.common.initializer import initializer
@@ -174,7 +175,7 @@ def test_parameters_that_are_initialised_later_are_trained():
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_an_optimizer_that_loads_its_state_computes_as_before(name):
+def test_an_optimizer_with_a_loaded_state_dict_continues_bitwise_equal(name):
     import mindspore
     from mindnlp.core import nn, optim
 
@@ -193,7 +194,7 @@ def test_an_optimizer_that_loads_its_state_computes_as_before(name):
     assert steps(load_after=3) == steps(load_after=None)
 
 
-def test_the_bias_of_a_tied_output_is_trained():
+def test_the_bias_of_a_tied_output_layer_is_trained():
     import mindspore
     from mindnlp.core import ops
     from mindnlp.transformers import RobertaForMaskedLM
@@ -204,7 +205,7 @@ def test_the_bias_of_a_tied_output_is_trained():
     assert set(bias.asnumpy().tolist()) == {-0.5}
 
 
-def test_a_deep_copy_of_a_model_has_weights_of_its_own():
+def test_a_deep_copy_of_a_model_has_its_own_weights():
     import copy
 
     import mindspore

@@ -1,4 +1,4 @@
-"""Tests the public methods of MindNLP 0.4.1's PEFT models, each against the outputs that it must leave."""
+"""Test the public methods of MindNLP 0.4.1's PEFT models by the outputs of the model before and after."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def update(model, kind):
 
 
 @pytest.mark.parametrize(("combination", "rank"), [("svd", 4), ("cat", None), ("linear", None), ("ties", None)])
-def test_a_weighted_adapter_is_the_sum_of_others(combination, rank):
+def test_a_weighted_adapter_is_the_weighted_sum_of_others(combination, rank):
     model = build()
     model.add_adapter("second", config())
     randomize(model, "second", seed=2)
@@ -200,7 +200,7 @@ def test_adapters_are_saved_and_loaded_under_any_name(tmp_path, library):
     same(logits(other), outputs)
 
 
-def test_wrong_names_are_errors():
+def test_unknown_adapter_names_are_refused():
     model = build()
     for method in (model.set_adapter, model.delete_adapter):
         with pytest.raises(ValueError, match="there is no adapter 'other'; this model has 'default'"):
@@ -219,7 +219,7 @@ TASKS = {"gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert"
 
 @pytest.mark.parametrize("kind", TASKS)
 @pytest.mark.parametrize("method", PROMPTS)
-def test_prompts_train_with_the_mask_of_a_tokenizer(tmp_path, kind, method):
+def test_prompt_tuning_trains_with_an_int64_attention_mask(tmp_path, kind, method):
     """A tokenizer's attention mask is int64."""
     made = PROMPTS[method](TASKS[kind])
     if (kind, method) == ("bert", "prefix tuning"):

@@ -73,7 +73,7 @@ def classifier(folder, **options):
 
 
 @pytest.mark.parametrize("name", [pytest.param("bin", marks=pytest.mark.core), *list(FOLDERS)[1:]])
-def test_a_folder_whose_weights_are_pickles_is_refused_and_its_code_does_not_run(name, saved, tmp_path):
+def test_pickled_weights_are_refused_and_their_code_does_not_run(name, saved, tmp_path):
     folder = folder_of(name, saved, tmp_path)
     files, runs = FOLDERS[name]
     file = "a.bin" if name == "index of safetensors" else files[0]
@@ -87,7 +87,7 @@ def test_a_folder_whose_weights_are_pickles_is_refused_and_its_code_does_not_run
     assert (tmp_path / "ran").exists() == runs[is_0_5]
 
 
-def test_a_file_that_an_index_of_the_hub_names_is_not_unpickled(saved, tmp_path, monkeypatch):
+def test_a_pickle_named_in_a_safetensors_index_is_not_loaded(saved, tmp_path, monkeypatch):
     """As for a hub name, whose files are known only when the library has downloaded them."""
     folder = folder_of("index of safetensors", saved, tmp_path)
     monkeypatch.setattr(pretrained, "check_weights", lambda name, trust_pickle: None)
@@ -97,7 +97,7 @@ def test_a_file_that_an_index_of_the_hub_names_is_not_unpickled(saved, tmp_path,
 
 
 @pytest.mark.skipif(not is_0_5, reason="MindNLP 0.4.1 does not load adapters by the name of a model")
-def test_adapters_that_are_pickles_are_not_unpickled(saved, tmp_path, monkeypatch):
+def test_pickled_adapters_are_not_loaded(saved, tmp_path, monkeypatch):
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": str(saved), "peft_type": "LORA", "target_modules": ["query"]})
     )
@@ -111,7 +111,7 @@ def test_adapters_that_are_pickles_are_not_unpickled(saved, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("shard", [None, "5KB"])
-def test_safetensors_are_loaded_beside_pickles_of_a_trainer(saved, tmp_path, shard):
+def test_safetensors_are_loaded_from_a_folder_that_also_has_pickles(saved, tmp_path, shard):
     model = tiny_roberta(seed=1)
     model.save_pretrained(str(tmp_path), **({} if shard is None else {"max_shard_size": shard}))
     for name in ("training_args.bin", "optimizer.pt", "pytorch_model.bin"):
@@ -122,7 +122,7 @@ def test_safetensors_are_loaded_beside_pickles_of_a_trainer(saved, tmp_path, sha
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_trusted_pickle_is_loaded_and_the_next_one_is_refused_again(saved, tmp_path):
+def test_trust_pickle_loads_one_pickle_and_the_next_is_refused(saved, tmp_path):
     (tmp_path / "config.json").write_bytes((saved / "config.json").read_bytes())
     mindnlp_api().save(tiny_roberta(seed=1).state_dict(), str(tmp_path / "pytorch_model.bin"))
     with pytest.raises(InputError, match="is not a safetensors file"):
@@ -135,13 +135,13 @@ def test_a_trusted_pickle_is_loaded_and_the_next_one_is_refused_again(saved, tmp
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": [1]}', "no JSON", "\ud800"])
-def test_an_index_that_is_none_is_named(tmp_path, text):
+def test_an_invalid_safetensors_index_is_refused(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(InputError, match=r"model\.safetensors\.index\.json is not the index of a model"):
         check_weights(str(tmp_path), trust_pickle=False)
 
 
-def test_names_folders_without_weights_and_trusted_files_pass_the_check(tmp_path):
+def test_model_names_folders_without_weights_and_trusted_files_are_accepted(tmp_path):
     (tmp_path / "training_args.bin").write_bytes(b"")
     for name in ("bert-base-uncased", "someone/model", str(tmp_path)):
         check_weights(name, trust_pickle=False)
@@ -162,7 +162,7 @@ except SystemExit as end:
 
 
 @pytest.mark.parametrize("package", ["text_classification", "language_modeling"])
-def test_a_recipe_refuses_a_folder_before_mindspore_is_imported(saved, tmp_path, package):
+def test_recipes_refuse_pickled_weights_before_importing_mindspore(saved, tmp_path, package):
     folder = folder_of("bin", saved, tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", RECIPE.format(package=package), "--model", str(folder), "--output-dir", str(tmp_path)],

@@ -57,18 +57,18 @@ def test_shipped_models_have_their_published_sizes(name):
     model = load_model(name)
     if name in PARAMETERS:
         assert model.parameters / 1e6 == pytest.approx(PARAMETERS[name], rel=1e-3)
-    assert len(model.blocks) == len(model.cuts) + 2
+    assert len(model.blocks) == len(model.split_points) + 2
 
 
 @pytest.mark.core
-def test_flops_are_the_published_ones():
+def test_flops_match_the_published_formula():
     model = load_model("gpt3-175b")
     s, h, layers, words = 2048, 12288, 96, 50257
     # Without recomputation: three quarters of 96 B s h^2 L (1 + s / 6h), plus the output layer.
     assert model.flops == pytest.approx(72 * s * h**2 * layers * (1 + s / (6 * h)) + 6 * s * h * words, rel=1e-12)
 
 
-def test_parameters_are_those_of_a_real_model(tmp_path):
+def test_parameters_match_those_of_real_models(tmp_path):
     from mindnlp.transformers import (
         BertConfig,
         BertForMaskedLM,
@@ -100,7 +100,7 @@ def test_parameters_are_those_of_a_real_model(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama, tied", "qwen2", "mistral", "gemma", "phi", "opt"])
-def test_parameters_of_decoders_are_those_of_real_models(tmp_path, kind):
+def test_parameters_of_decoders_equal_those_of_real_models(tmp_path, kind):
     from tiny_transformers import build
 
     model = build(kind)
@@ -109,7 +109,7 @@ def test_parameters_of_decoders_are_those_of_real_models(tmp_path, kind):
     assert load_model(tmp_path).parameters == real
 
 
-def test_adapters_have_the_only_gradients():
+def test_lora_plans_count_gradients_only_for_adapters():
     whole, lora = load_model("llama-2-7b", sequence=512), load_model("llama-2-7b", sequence=512, lora_rank=8)
     # The number that PEFT prints for this model and all seven kinds of layers.
     assert lora.trained == 19_988_480
@@ -125,11 +125,11 @@ def test_adapters_have_the_only_gradients():
     assert adapters.seconds < full.seconds
     for mesh in ({"dp": 8}, {"pp": 2, "dp": 4}, {"dp": 4, "tp": 2}):
         assert predict(lora, cluster, 64, mesh, 4).seconds < predict(whole, cluster, 64, mesh, 4).seconds
-    with pytest.raises(ValueError, match="rank of LoRA's adapters must be from 1 on, got 0"):
+    with pytest.raises(ValueError, match="rank of LoRA's adapters must be at least 1, got 0"):
         load_model("gpt2", lora_rank=0)
 
 
-def test_a_model_of_operators(tmp_path):
+def test_a_model_described_by_operators_is_planned(tmp_path):
     file = tmp_path / "mlp.yaml"
     file.write_text(
         "name: mlp\noperators:\n"
@@ -150,7 +150,7 @@ def test_a_model_of_operators(tmp_path):
     ("keys", "message"),
     [
         ({"model_type": "bloom"}, "model key model_type must be one of bert"),
-        ({**TINY, "hidden_size": 0}, "model key hidden_size must be a whole number from 1 on, got 0"),
+        ({**TINY, "hidden_size": 0}, "model key hidden_size must be a whole number of at least 1, got 0"),
         ({**TINY, "hidden_size": "64"}, "model key hidden_size"),
         ({**TINY, "hidden_size": 66}, "num_attention_heads is 4, which does not divide hidden_size, 66"),
         ({**TINY, "sequence": 500}, "model key sequence is 500"),
@@ -172,7 +172,7 @@ def test_a_model_of_operators(tmp_path):
         ({"operators": [{"name": "a", "kind": "matmul", "inputs": ["b"]}]}, "input 'b' is not an operator before it"),
     ],
 )
-def test_wrong_models_are_named_by_their_key(keys, message):
+def test_invalid_models_are_refused_with_their_key(keys, message):
     with pytest.raises(ValueError, match=message):
         load_model(keys)
 
@@ -198,12 +198,12 @@ def test_wrong_models_are_named_by_their_key(keys, message):
         ({"preset": ["a"]}, "cluster key preset must be one of"),
     ],
 )
-def test_wrong_clusters_are_named_by_their_key(change, message):
+def test_invalid_clusters_are_refused_with_their_key(change, message):
     with pytest.raises(ValueError, match=message):
         load_cluster({**CLUSTER, **change})
 
 
-def test_a_file_changes_a_preset(tmp_path):
+def test_a_cluster_file_overrides_a_preset(tmp_path):
     file = tmp_path / "ours.yaml"
     file.write_text("preset: v100-16gb-8\nhosts: 4\nmemory_gib: 32\n")
     cluster = load_cluster(file)
@@ -211,11 +211,11 @@ def test_a_file_changes_a_preset(tmp_path):
     assert cluster.flops == load_cluster("v100-16gb-8").flops
     assert cluster.resized(64).num_hosts == 8
     assert cluster.resized(4).devices_per_host == 4
-    with pytest.raises(ValueError, match="12 devices are not whole hosts"):
+    with pytest.raises(ValueError, match="12 devices do not fill the hosts"):
         cluster.resized(12)
 
 
-def test_groups_on_one_host_share_its_link():
+def test_groups_that_span_hosts_share_their_links():
     cluster = load_cluster({**CLUSTER, "hosts": 4, "between": {"latency_us": 30, "bandwidth_gbs": 5}})
     assert cluster.link(4, 1) == cluster.inside
     assert cluster.link(16, 1) == cluster.between
@@ -226,13 +226,13 @@ def test_groups_on_one_host_share_its_link():
 # Memory.
 
 
-def test_zeros_published_table():
+def test_zero_memory_matches_the_published_table():
     gigabytes = [parameter_memory(7.5e9, dp=64, zero_stage=stage).total / 1e9 for stage in range(4)]
     assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.88], rel=0.01)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_layers_activations_are_the_published_formula(tp):
+def test_activations_of_a_layer_match_the_published_formula(tp):
     model = load_model("bert-large")
     first = next(i for i, o in enumerate(model.graph.operators) if o.name == "layer.3.qkv")
     s, h, a, b = 512, 1024, 16, 2
@@ -260,14 +260,14 @@ def test_sequence_parallelism_divides_the_activations_of_layers(sp):
     assert split.activations == one.activations > 0
 
 
-def test_sequence_parallelism_of_a_length_that_sp_does_not_divide_counts_the_rank_with_the_most_tokens():
+def test_sequence_parallelism_with_uneven_lengths_counts_the_longest_shard():
     model = load_model("gpt2", sequence=1023)
     last = len(model.graph.operators) - 1
     one, split = (memory_of(model, (last, last), sp=n) for n in (1, 2))
     assert split.activations == pytest.approx(one.activations * 512 / 1023, rel=1e-12)
 
 
-def test_the_heaviest_stage_counts():
+def test_the_memory_of_a_plan_is_that_of_its_heaviest_stage():
     model = load_model(TINY)
     cluster = load_cluster(CLUSTER)
     found = predict(model, cluster, 16, {"pp": 4}, 4, blocks=[1, 2, 2, 1])
@@ -294,7 +294,7 @@ def test_recomputation_keeps_the_inputs_of_layers():
         assert before.backward < after.backward < before.backward + before.forward
 
 
-def test_recomputation_of_an_encoder_and_a_decoder_keeps_the_memory_once():
+def test_recomputation_of_an_encoder_decoder_keeps_the_encoder_output_once():
     model = load_model("t5-base", sequence=128)
     kept, again = (memory_of(model, precision="float32", recompute=recompute) for recompute in (False, True))
     hidden = 4 * 128 * 768
@@ -302,7 +302,7 @@ def test_recomputation_of_an_encoder_and_a_decoder_keeps_the_memory_once():
     assert 25 * hidden < again.activations < 0.25 * kept.activations
 
 
-def test_a_model_that_fits_with_recomputation_only():
+def test_recomputation_is_planned_if_a_model_fits_only_with_it():
     model = load_model("bert-large")
     cluster = load_cluster({**CLUSTER, "memory_gib": 8, "devices_per_host": 1})
     best = plan(model, cluster, 16)[0]
@@ -321,7 +321,7 @@ def test_a_model_that_fits_with_recomputation_only():
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("recompute", [False, True])
-def test_estimates_are_the_planners(mesh, recompute):
+def test_estimate_and_plan_predict_the_same_memory(mesh, recompute):
     model = load_model(TINY)
     found = estimate(model, 16, mesh, micro_batch=2, zero_stage=1, recompute=recompute)
     cluster = load_cluster({**CLUSTER, "devices_per_host": math.prod(mesh.values()) if "pp" not in mesh else 4})
@@ -331,7 +331,7 @@ def test_estimates_are_the_planners(mesh, recompute):
     assert found.total == pytest.approx(same.heaviest.memory.total)
 
 
-def test_the_command_that_estimates(capsys, tmp_path):
+def test_the_estimate_command_writes_memory_per_mesh_and_refuses_invalid_options(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     given = ["estimate", "--model", str(tmp_path), "--batch", "8", "--devices", "2"]
     assert main([*given, "--json", str(tmp_path / "out.json")]) == 0
@@ -365,7 +365,23 @@ def test_the_command_that_estimates(capsys, tmp_path):
         assert message in capsys.readouterr().err
 
 
-def test_the_integer_program_finds_megatrons_cut():
+def test_muon_takes_one_moment_of_the_matrices_in_layers_and_more_time():
+    model = load_model(TINY)
+    matrices = sum(o.parameters for o in model.graph.operators if o.kind == "matmul" and o.layer is not None)
+    models = [model, load_model(TINY, optimizer="muon")]
+    kept = [estimate(each, 16, {"dp": 2}, zero_stage=1).optimizer for each in models]
+    assert 0 < 4 * matrices / 2 == pytest.approx(kept[0] - kept[1])
+    cluster = load_cluster({**CLUSTER, "devices_per_host": 2})
+    of_adamw, of_muon = (plan(each, cluster, 16, mixed_stages=False) for each in models)
+    assert any("tp=2" in str(found) for found in of_adamw)
+    assert not any("tp=" in str(found) for found in of_muon)
+    seconds = [next(p.parts["optimizer"] for p in plans if str(p) == "dp=2") for plans in (of_adamw, of_muon)]
+    assert seconds[1] > seconds[0]
+    with pytest.raises(ValueError, match="optimizer must be adamw or muon, got 'sgd'"):
+        load_model(TINY, optimizer="sgd")
+
+
+def test_the_integer_program_finds_the_tensor_parallel_shards_of_megatron():
     roles = strategies_of(load_model("gpt2"), "tp", 2)
     block = {name[4:]: role for name, role in roles.items() if name.startswith("h.5.")}
     assert block == {
@@ -398,15 +414,17 @@ def test_operators_are_clustered_by_the_min_max_rule():
         assert crossed == min(c for most, c, _ in everything if most <= limit)
 
 
-def test_a_transformer_is_cut_between_its_layers():
+def test_a_transformer_is_split_between_its_layers():
     model = load_model("gpt2")
-    firsts = cluster_layers([o.flops for o in model.graph.operators], crossing(model.graph), 6, cuts=model.cuts)
+    firsts = cluster_layers(
+        [o.flops for o in model.graph.operators], crossing(model.graph), 6, split_points=model.split_points
+    )
     names = [model.graph.operators[first].name for first in firsts]
     # The last layer contains the output layer and only one block.
     assert names == ["embeddings.words", *(f"h.{block}.ln_1" for block in (2, 4, 6, 8, 11))]
 
 
-def test_boundaries_take_the_best_schedule_of_their_resharding():
+def test_stage_boundaries_cost_their_best_resharding_schedule():
     cluster = load_cluster({**CLUSTER, "hosts": 4, "between": {"latency_us": 30, "bandwidth_gbs": 1}})
     beta = cluster.between.beta
 
@@ -427,9 +445,9 @@ def test_boundaries_take_the_best_schedule_of_their_resharding():
     assert between((2, 1), (2, 1), 2) == pytest.approx(beta)
 
 
-def test_costs_of_runs_add_up_and_grow_with_samples():
+def test_stage_costs_add_up_and_grow_with_the_number_of_samples():
     model, cluster = load_model(TINY), load_cluster(CLUSTER)
-    firsts = [0, *model.cuts]
+    firsts = [0, *model.split_points]
     costs = StageCosts(model, cluster, StageParallelism(2, 2), firsts)
     whole = costs.times(0, 5, 4)
     parts = [costs.times(a, b, 4) for a, b in ((0, 1), (2, 2), (3, 5))]
@@ -439,9 +457,9 @@ def test_costs_of_runs_add_up_and_grow_with_samples():
 
 
 @pytest.mark.parametrize(("kv_heads", "sp", "tp", "copies"), [(4, 2, 1, 1), (2, 4, 1, 2), (1, 2, 1, 2), (2, 2, 2, 2)])
-def test_sequence_parallelism_takes_four_all_to_alls_in_each_pass_of_a_layer(kv_heads, sp, tp, copies):
+def test_sequence_parallelism_costs_four_all_to_alls_per_pass_of_a_layer(kv_heads, sp, tp, copies):
     model, cluster = load_model({**LLAMA, "num_key_value_heads": kv_heads}), load_cluster(CLUSTER)
-    firsts = [0, *model.cuts]
+    firsts = [0, *model.split_points]
 
     def of_second_layer(sharing, size):
         times = StageCosts(model, cluster, sharing, firsts).times(1, 1, size)
@@ -475,7 +493,7 @@ def test_sequence_parallelism_exchanges_gradients_like_data_parallelism():
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-def test_plans_are_consistent(devices):
+def test_plans_are_sorted_fit_in_memory_and_use_all_devices(devices):
     model = load_model(TINY)
     cluster = load_cluster({**CLUSTER, "devices_per_host": devices})
     plans = plan(model, cluster, 24)
@@ -501,7 +519,7 @@ def test_plans_are_consistent(devices):
         assert (again.mesh, again.micro_batch) == (found.mesh, found.micro_batch)
 
 
-def test_stages_that_differ_where_none_that_are_alike_can_be():
+def test_uneven_pipeline_stages_are_planned_on_three_devices():
     """Plan two layers on three devices, which no stages of equal size can fill."""
     model = load_model({**TINY, "num_hidden_layers": 2, "num_attention_heads": 4})
     plans = plan(model, load_cluster({**CLUSTER, "devices_per_host": 3}), 128)
@@ -509,7 +527,7 @@ def test_stages_that_differ_where_none_that_are_alike_can_be():
     assert all(found.num_devices == 3 for found in plans)
 
 
-def test_more_memory_is_never_slower():
+def test_more_memory_never_gives_a_slower_plan():
     model = load_model("gpt2")
     best, meshes = math.inf, set()
     for gib in (2, 3, 4, 6, 16):
@@ -526,7 +544,7 @@ def test_more_memory_is_never_slower():
     assert len(meshes) > 4
 
 
-def test_every_schedule_keeps_to_the_memory():
+def test_plans_of_every_pipeline_schedule_fit_in_memory():
     model = load_model("gpt2")
     for schedule in ("gpipe", "1f1b", "eager-1f1b"):
         cluster = load_cluster({**CLUSTER, "memory_gib": 3})
@@ -535,7 +553,7 @@ def test_every_schedule_keeps_to_the_memory():
         assert all(p.heaviest.memory.total <= 0.9 * cluster.memory for p in plans)
 
 
-def test_a_batch_that_is_large_takes_no_longer():
+def test_a_large_batch_is_planned_without_simulating_all_micro_batches():
     model = load_model(TINY)
     cluster = load_cluster({**CLUSTER, "devices_per_host": 2})
     small, large = (plan(model, cluster, batch) for batch in (2048, 2048 * 64))
@@ -548,7 +566,7 @@ def test_a_batch_that_is_large_takes_no_longer():
     assert found.seconds < 1.01 * found.num_micro_batches * max(f + b for f, b in zip(forward, backward)) + 1
 
 
-def test_devices_of_one_host_or_of_several():
+def test_groups_on_one_host_use_the_inside_link_and_others_the_between_link():
     cluster = load_cluster({**CLUSTER, "devices_per_host": 3, "hosts": 2,
                             "between": {"latency_us": 30, "bandwidth_gbs": 1}})  # fmt: skip
     # Some groups of two span both hosts; groups of three fit on one host.
@@ -560,21 +578,21 @@ def test_devices_of_one_host_or_of_several():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 0}, "tp must be from 1 on"),
-        ({"micro_batch": -1}, "micro_batch must be from 1 on"),
+        ({"tp": 0}, "tp must be at least 1"),
+        ({"micro_batch": -1}, "micro_batch must be at least 1"),
         ({"stage": (3, 1)}, "stage must be operators"),
         ({"stage": (0, 999)}, "stage must be operators"),
-        ({"tp": 2, "ep": 2}, "experts are spread with data parallelism alone"),
+        ({"tp": 2, "ep": 2}, "expert parallelism is supported only with data parallelism"),
         ({"precision": "int8"}, "precision must be one of mixed, float32"),
         ({"zero_stage": 4}, "zero_stage must be"),
     ],
 )
-def test_memory_of_nonsense_is_named(options, message):
+def test_invalid_options_of_memory_of_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         memory_of(load_model(TINY), **options)
 
 
-def test_no_grid_with_even_stages_is_better():
+def test_no_mesh_with_even_stages_is_faster_than_the_best_plan():
     model, cluster = load_model("gpt2"), load_cluster(CLUSTER)
     best = plan(model, cluster, 32)[0].seconds
     for pp, tp, sp in itertools.product((1, 2, 4), repeat=3):
@@ -589,12 +607,12 @@ def test_no_grid_with_even_stages_is_better():
             assert best <= grid.seconds * (1 + 1e-9) or grid.margin < 0.1
 
 
-def test_rows_that_fit_on_no_device_are_planned_with_sequence_parallelism():
+def test_long_rows_that_do_not_fit_are_planned_with_sequence_parallelism():
     keys = {**TINY, "max_position_embeddings": 8194, "sequence": 8192}
     cluster = load_cluster({**CLUSTER, "memory_gib": 2})
     plans = plan(load_model(keys), cluster, 4)
     assert plans[0].mesh.get("sp", 1) > 1
-    assert "GiB at least" in next(r for r in plans.rejected if r.what == "dp=4").why
+    assert "needs at least" in next(r for r in plans.rejected if r.what == "dp=4").why
     assert f"--mesh {plans[0]} " in launch_command(plans[0], plans)
     assert f"best     {plans[0]}: " in text_of(plans)
     # Of all meshes without tensor parallelism, the best one is the one that the simulation says.
@@ -608,7 +626,7 @@ def test_rows_that_fit_on_no_device_are_planned_with_sequence_parallelism():
     assert plans[0].seconds == pytest.approx(min(seconds.values()))
 
 
-def test_sequence_parallelism_is_planned_where_it_divides_the_heads():
+def test_sequence_parallelism_is_planned_only_if_it_divides_the_heads():
     def meshes(model, **changes):
         plans = plan(model, load_cluster({**CLUSTER, **changes}), 48)
         assert all(p.mesh.get("sp", 1) == 1 or "pp" not in p.mesh for p in plans)
@@ -622,7 +640,7 @@ def test_sequence_parallelism_is_planned_where_it_divides_the_heads():
     assert sizes == {1, 2}
     assert rejected["dp=2,sp=3"] == "sp=3 does not divide num_key_value_heads, 4"
     sizes, rejected = meshes(load_model({**LLAMA, "sequence": 3}))
-    assert (sizes, rejected["sp=4"]) == ({1, 2}, "sp=4 needs rows of as many tokens, and they have 3")
+    assert (sizes, rejected["sp=4"]) == ({1, 2}, "sp=4 needs rows of at least 4 tokens, and they have 3")
     sizes, rejected = meshes(load_model("t5-base", sequence=64))
     assert (sizes, rejected["sp=4"]) == ({1}, "sp needs a model with one list of transformer layers")
     operators = [{"name": "a", "kind": "matmul", "rows": 8, "width_in": 64, "width_out": 64}]
@@ -631,13 +649,13 @@ def test_sequence_parallelism_is_planned_where_it_divides_the_heads():
     assert not any("sp" in what for what in rejected)
 
 
-def test_memory_decides():
+def test_plans_that_do_not_fit_in_memory_are_rejected_with_the_reason():
     model = load_model("gpt2-xl")
     small = load_cluster({**CLUSTER, "devices_per_host": 8, "memory_gib": 12})
     plans = plan(model, small, 16)
     assert all(p.margin >= 0.1 - 1e-9 for p in plans)
     dp = next(r for r in plans.rejected if r.what == "dp=8")
-    assert "GiB at least" in dp.why
+    assert "needs at least" in dp.why
     assert dp.needs > small.memory
     heads = next(r for r in plans.rejected if r.what == "tp=8")
     assert heads.why == "8 does not divide n_head, 25"
@@ -645,7 +663,7 @@ def test_memory_decides():
         plan(model, dataclasses.replace(small, memory=GIB), 16)
 
 
-def test_experts_are_spread_with_data_parallelism_alone():
+def test_expert_parallelism_is_planned_with_dp_and_sp_but_not_tp_or_pp():
     keys = {
         "model_type": "mixtral", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "sequence": 16,
@@ -657,37 +675,37 @@ def test_experts_are_spread_with_data_parallelism_alone():
     assert any("sp" in p.mesh for p in spread)
 
 
-def test_an_encoder_decoder_has_two_stages_at_most():
+def test_an_encoder_decoder_has_at_most_two_pipeline_stages():
     plans = plan(load_model("t5-base"), load_cluster({**CLUSTER, "memory_gib": 64}), 16)
     assert all(len(p.stages) <= 2 for p in plans)
     assert any(r.what == "pp=4" for r in plans.rejected)
     assert all(launch_command(p, plans) is None for p in plans)
     assert "in your script: dp.parallelize(model, dp.init_device_mesh(" in text_of(plans)
-    with pytest.raises(ValueError, match="pp=4: t5-base has 2 layers that may be stages"):
+    with pytest.raises(ValueError, match="pp=4: t5-base has 2 layers that can be stages"):
         predict(load_model("t5-base"), load_cluster(CLUSTER), 16, {"pp": 4}, 4)
 
 
 @pytest.mark.parametrize(
     ("mesh", "micro_batch", "options", "message"),
     [
-        ({"dp": 3}, 1, {}, "is not 4 devices"),
+        ({"dp": 3}, 1, {}, "does not have the 4 devices"),
         ({"dp": 4}, 3, {}, "do not divide 16 samples"),
         ({"pp": 2, "dp": 2}, 1, {"blocks": [1, 1]}, "does not split 6 layers"),
-        ({"dp": 4}, 0, {}, "the micro-batch has samples from 1 on"),
+        ({"dp": 4}, 0, {}, "micro_batch must be at least 1"),
         ({"cp": 4}, 1, {}, "a mesh has axes dp, pp, ep, sp, tp"),
-        ({"pp": 2, "sp": 2}, 1, {}, "pp=2,sp=2: sp is not combined with pp"),
+        ({"pp": 2, "sp": 2}, 1, {}, "pp=2,sp=2: sp with pp is not supported"),
         ({"ep": 4}, 1, {}, "ep=4: 4 does not divide 0 experts"),
         ({"pp": 2, "dp": (2, 1, 1)}, 1, {}, "or of as many stages"),
-        ({"pp": 2, "dp": (2, 1)}, 1, {}, "is not 4 devices"),
+        ({"pp": 2, "dp": (2, 1)}, 1, {}, "does not have the 4 devices"),
         ({"pp": 2, "dp": (2, 1), "tp": (1, 2)}, 1, {}, "1 samples of a micro-batch cannot be split evenly among 2"),
     ],
 )
-def test_wrong_predictions_are_named(mesh, micro_batch, options, message):
+def test_invalid_meshes_of_predict_are_refused(mesh, micro_batch, options, message):
     with pytest.raises(ValueError, match=message):
         predict(load_model(TINY), load_cluster(CLUSTER), 16, mesh, micro_batch, **options)
 
 
-def test_a_timeline_is_the_simulators():
+def test_the_makespan_of_a_plan_is_that_of_the_pipeline_simulator():
     found = predict(load_model(TINY), load_cluster(CLUSTER), 16, {"pp": 2, "dp": 2}, 1)
     forward, backward = [s.forward for s in found.stages], [s.backward for s in found.stages]
     without = simulate_pipeline(forward, backward, 8, "1f1b").makespan
@@ -714,7 +732,7 @@ def files(tmp_path):
     ("model", "rank", "rate"),
     [("bert-base", None, 5e-5), ("bert-base", 8, 3e-4), (TINY, None, 2e-3), (TINY, 8, None)],
 )
-def test_launch_commands_are_accepted_by_the_recipe_with_its_usual_learning_rate(model, rank, rate):
+def test_launch_commands_of_plans_are_accepted_by_the_recipe(model, rank, rate):
     plans = plan(load_model(model, lora_rank=rank), load_cluster(CLUSTER), 16)
     command = launch_command(plans[0], plans)
     if rate is None:
@@ -725,10 +743,10 @@ def test_launch_commands_are_accepted_by_the_recipe_with_its_usual_learning_rate
     assert (config.lora_rank, config.global_batch_size, config.learning_rate) == (rank or 0, 16, rate)
 
 
-def test_the_command_prints_writes_and_draws(capsys, tmp_path, files):
+def test_the_plan_command_prints_writes_json_and_plots(capsys, tmp_path, files):
     code, out, _ = run(capsys, *files, "--json", tmp_path / "plan.json", "--plot", tmp_path / "plan.png")
     assert code == 0
-    assert "launch   mindnlp-dp run --nproc 4 scripts/finetune.py --vocab-size 1000 --hidden-size 64" in out
+    assert "launch   mindnlp-dp run --nproc 4 scripts/finetune.py --train-file FILE --test-fraction 0.1 --vocab" in out
     written = json.loads((tmp_path / "plan.json").read_text())
     best = written["plans"][0]
     assert best["seconds"] == min(p["seconds"] for p in written["plans"])
@@ -744,18 +762,18 @@ def test_the_command_prints_writes_and_draws(capsys, tmp_path, files):
         (["--model", "nothing"], "model 'nothing' is neither a file nor one of"),
         (["--cluster", "nothing"], "cluster 'nothing' is neither a file nor one of"),
         (["--fill", "0"], "fill must be a share"),
-        (["--devices", "6"], "6 devices are not whole hosts"),
+        (["--devices", "6"], "6 devices do not fill the hosts"),
         (["--measure", "x.yaml"], "give --cluster, or --measure"),
     ],
 )
-def test_mistakes_are_one_sentence(capsys, files, change, message):
+def test_invalid_options_of_the_plan_command_are_refused_in_one_line(capsys, files, change, message):
     code, _, err = run(capsys, *files, *change)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_plans_need_no_mindspore(files):
+def test_the_plan_command_does_not_import_mindspore(files):
     script = (
         "import sys; sys.modules['mindspore'] = None; from mindnlp_dp.commands.main import main; "
         f"code = main({['plan', *map(str, files)]!r}); assert 'mpi4py' not in sys.modules; sys.exit(code)"
@@ -767,7 +785,7 @@ def test_plans_need_no_mindspore(files):
 # Fits to measured machines.
 
 
-def test_a_fit_finds_what_the_times_were_made_of():
+def test_calibration_recovers_the_rates_of_synthetic_times():
     from mindnlp_dp.commands.calibrate.fit import fit_cluster, model_keys, step_terms
     from mindnlp_dp.commands.calibrate.rates_job import SHAPES
 
@@ -790,7 +808,7 @@ def test_a_fit_finds_what_the_times_were_made_of():
     assert cluster.memory == pytest.approx(4 * GIB)
 
 
-def test_this_machine_is_looked_at_for_a_second():
+def test_the_preset_this_machine_is_measured():
     cluster = load_cluster("this-machine")
     assert cluster.num_devices >= 1
     assert 1e9 < cluster.flops < 1e14

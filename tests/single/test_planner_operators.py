@@ -50,7 +50,7 @@ ONE, TWO = (1.0, 1.0), (1.0, 0.01)
         (12, 1024, 128, (3, 4), TWO, 290994.23),
     ],
 )
-def test_the_published_objectives(num_layers, batch, width, shape, beta, objective):  # noqa: PLR0917
+def test_costs_match_the_published_objectives(num_layers, batch, width, shape, beta, objective):  # noqa: PLR0917
     choice, _ = choose_shardings(
         mlp(num_layers, width), mesh_of(shape, beta), COMMUNICATION_ONLY, batch, redundant=False
     )
@@ -58,7 +58,7 @@ def test_the_published_objectives(num_layers, batch, width, shape, beta, objecti
     assert choice.cost == pytest.approx(objective, rel=1e-3)
 
 
-def test_model_parallel_kernels_are_cut_by_column_and_by_row_in_turn():
+def test_model_parallel_layers_alternate_column_and_row_shards():
     graph = mlp(6, 1024)
     choice, roles = choose_shardings(graph, mesh_of((1, 4), ONE), COMMUNICATION_ONLY, 128, redundant=False)
     assert choice.cost == pytest.approx(5 * (all_reduce(4, 128 * 1024 * 4, Link(1.0, 1.0)) + 0.01), rel=1e-9)

@@ -82,21 +82,21 @@ def test_integer_programs_equal_brute_force():
     assert min(outcomes.values()) > 150
 
 
-def test_an_infeasible_program_says_when_and_how_much_is_missing():
-    with pytest.raises(InfeasibleError, match="at time 2, the 2 nodes.*take 12 bytes at least, and 10.*2 are missing"):
+def test_an_infeasible_program_names_the_time_and_the_missing_bytes():
+    with pytest.raises(InfeasibleError, match="at time 2, the 2 nodes.*need at least 12 bytes, and 10.*2 are missing"):
         choose_strategies([[0.0], [0.0]], [], usages=[[5], [7]], lifetimes=[(0, 3), (2, 4)], limit=10)
     # Each node alone could choose its smaller strategy, but both together may not.
     forbidden = np.array([[True, False], [False, False]])
-    with pytest.raises(InfeasibleError, match="at time 0, .* take 11 bytes at least, and 9 are allowed: 2 are missing"):
+    with pytest.raises(InfeasibleError, match="at time 0, .* need at least 11 bytes, and 9 are allowed: 2 are missing"):
         choose_strategies([[0, 0], [0, 0]], [], usages=[[4, 6], [5, 9]], limit=9, alias=[(0, 1, forbidden)])
     with pytest.raises(InfeasibleError, match="node 1 has no strategy left"):
         choose_strategies([[0.0], [np.inf]], [])
     odd = np.array([[np.inf, 0], [0, np.inf]])
-    with pytest.raises(InfeasibleError, match="no choice keeps clear of all forbidden pairs"):
+    with pytest.raises(InfeasibleError, match="no choice avoids all forbidden pairs"):
         choose_strategies([[0, 0]] * 3, [(0, 1, odd), (1, 2, odd), (2, 0, odd)])
 
 
-def test_a_byte_too_much_is_too_much():
+def test_the_memory_limit_is_exact_to_one_byte():
     limit = 16 * 2**30
     choice = choose_strategies([[0.0, 1.0]], [], usages=[[limit + 1, limit]], limit=limit)
     assert choice.strategies == [1]
@@ -105,7 +105,7 @@ def test_a_byte_too_much_is_too_much():
     assert choose_strategies([[0.0, 1.0]], [], usages=[[1, 0]], limit=0).strategies == [1]
 
 
-def test_programs_of_nothing_and_of_one():
+def test_programs_with_no_node_or_one_node_are_solved():
     assert choose_strategies([], []).cost == 0
     assert choose_strategies([[3.0, 2.0]], []).strategies == [1]
     # The diagonal of a node's edge to itself is added to the costs of its strategies.
@@ -121,19 +121,19 @@ def test_programs_of_nothing_and_of_one():
         (([[1.0], [1.0, 2.0]], [(0, 1, [[1.0]])]), "must be an array \\(1, 2\\)"),
     ],
 )
-def test_wrong_programs_are_named(arguments, message):
+def test_invalid_programs_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         choose_strategies(*arguments)
 
 
-def test_wrong_options_are_named():
+def test_invalid_options_of_programs_are_refused():
     with pytest.raises(ValueError, match="usages and limit go together"):
         choose_strategies([[1.0]], [], usages=[[1.0]])
     with pytest.raises(ValueError, match="follows itself"):
         choose_strategies([[1.0], [1.0]], [], follow=[1, 0])
     with pytest.raises(ValueError, match="node 1 has 2 strategies and follows node 0, which has 1"):
         choose_strategies([[1.0], [1.0, 2.0]], [], follow=[None, 0])
-    with pytest.raises(ValueError, match="usages\\[0\\] must be numbers from 0 on"):
+    with pytest.raises(ValueError, match="usages\\[0\\] must be numbers of at least 0"):
         choose_strategies([[1.0]], [], usages=[[-1.0]], limit=3)
 
 
@@ -159,7 +159,7 @@ def brute_force_slicing(cost, allowed, sizes, num_devices, num_microbatches, bou
     return best
 
 
-def test_slicings_equal_brute_force():
+def test_stage_slicings_equal_brute_force():
     rng = np.random.default_rng(1)
     outcomes = {"feasible": 0, "infeasible": 0}
     for _ in range(500):
@@ -193,20 +193,20 @@ def test_slicings_equal_brute_force():
     assert min(outcomes.values()) > 100
 
 
-def test_the_published_slicing():
+def test_the_stage_slicing_equals_the_published_one():
     cost = np.random.RandomState(42).rand(8, 8, 4, 5)
     found = slice_stages(cost, None, [1, 2, 4, 8], 8, 16)
     assert found.total == pytest.approx(0.295285058257, abs=1e-12)
     assert [stage[:3] for stage in found.stages] == [(0, 3, 2), (4, 7, 2)]
 
 
-def test_slicings_that_cannot_be_say_why():
+def test_infeasible_slicings_are_refused_with_the_reason():
     cost = np.ones((3, 3, 1, 1))
     with pytest.raises(InfeasibleError, match="uses exactly 3 devices in submeshes of \\[2\\]"):
         slice_stages(cost, None, [2], 3, 4)
     none_fits = np.zeros(cost.shape)
     none_fits[:, :, 0, 0][np.ix_(range(2), range(1, 3))] = -1
-    with pytest.raises(InfeasibleError, match="no stage can have layer 1: its memory suffices on no submesh"):
+    with pytest.raises(InfeasibleError, match="no stage can have layer 1: no submesh has enough memory for it"):
         slice_stages(cost, none_fits, [1], 3, 4)
     broken = cost.copy()
     broken[:2, 1:] = np.inf
@@ -218,21 +218,21 @@ def test_slicings_that_cannot_be_say_why():
     ("change", "message"),
     [
         ({"cost": np.ones((2, 3, 1, 1))}, "cost must be an array"),
-        ({"cost": -np.ones((2, 2, 1, 1))}, "times from 0 on"),
+        ({"cost": -np.ones((2, 2, 1, 1))}, "times of at least 0"),
         ({"submesh_sizes": [1, 2]}, "knows 1 submeshes"),
-        ({"num_microbatches": 0}, "from 1 on"),
+        ({"num_microbatches": 0}, "of at least 1"),
         ({"max_in_flight": np.ones((2, 2, 1, 2))}, "must have cost's shape"),
         ({"boundary": [1.0]}, "boundary must be times"),
     ],
 )
-def test_wrong_slicings_are_named(change, message):
+def test_invalid_slicings_are_refused(change, message):
     given = {"cost": np.ones((2, 2, 1, 1)), "max_in_flight": None, "submesh_sizes": [1], "num_devices": 2}
     given = {**given, "num_microbatches": 1, **change}
     with pytest.raises(ValueError, match=message):
         slice_stages(**given)
 
 
-def test_a_memory_that_nearly_binds_takes_no_longer():
+def test_a_nearly_binding_memory_limit_is_solved_exactly():
     """Solve programs with usages near 1e9 bytes that differ by a few: an excess of one byte is below any tolerance."""
     rng = np.random.default_rng(3)
     for _ in range(20):
@@ -243,13 +243,13 @@ def test_a_memory_that_nearly_binds_takes_no_longer():
         given = (costs, [], usages, [(0, 1)] * num, limit, [None] * num, [])
         wanted = brute_force_choice(*given)
         if np.isinf(wanted):
-            with pytest.raises(InfeasibleError, match="bytes at least"):
+            with pytest.raises(InfeasibleError, match="at least .* bytes"):
                 choose_strategies(costs, [], usages=usages, limit=limit)
         else:
             assert choose_strategies(costs, [], usages=usages, limit=limit).cost == pytest.approx(wanted, rel=1e-9)
 
 
-def test_costs_of_very_different_sizes():
+def test_costs_of_very_different_magnitudes_are_solved_exactly():
     assert choose_strategies([[1.0, 0.0], [0.0, 1e11]], []).strategies == [1, 0]
     rng = np.random.default_rng(4)
     for _ in range(100):
@@ -260,5 +260,5 @@ def test_costs_of_very_different_sizes():
         assert choose_strategies(costs, edges).cost == pytest.approx(wanted, rel=1e-9)
 
 
-def test_memory_without_end_is_no_limit():
+def test_infinite_memory_does_not_limit_the_choice():
     assert choose_strategies([[0.0, 1.0]], [], usages=[[1e30, 0]], limit=np.inf).strategies == [0]

@@ -20,7 +20,7 @@ from mindnlp_dp.planner.simulate_step import least_makespan
 @pytest.mark.core
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 5), (4, 8), (4, 2), (7, 3)])
-def test_equal_stages_take_the_formulas_time(schedule, num_stages, num_microbatches):
+def test_equal_stages_take_the_time_of_the_pipeline_formula(schedule, num_stages, num_microbatches):
     played = simulate_pipeline([1.0] * num_stages, [2.0] * num_stages, num_microbatches, schedule)
     assert played.makespan == (num_stages + num_microbatches - 1) * 3.0
     assert played.bubble == pytest.approx(ideal_bubble(num_stages, num_microbatches))
@@ -28,7 +28,7 @@ def test_equal_stages_take_the_formulas_time(schedule, num_stages, num_microbatc
     assert played.in_flight == expected
 
 
-def test_random_stages():
+def test_random_stages_take_at_most_the_time_of_the_gpipe_formula():
     rng = np.random.default_rng(0)
     ratios = []
     for _ in range(200):
@@ -50,7 +50,7 @@ def test_random_stages():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_messages_in_order_are_never_faster_and_cost_nothing_if_they_take_no_time(schedule):
+def test_in_order_messages_are_never_faster_than_messages_in_any_order(schedule):
     for num_stages, num in itertools.product((1, 2, 5, 8), (1, 2, 7, 16)):
         forward, backward = [1.0 + stage / 7 for stage in range(num_stages)], [2.0] * num_stages
         for transfer in (0.0, 0.3):
@@ -63,7 +63,7 @@ def test_messages_in_order_are_never_faster_and_cost_nothing_if_they_take_no_tim
                 assert in_order == pytest.approx(any_order)
 
 
-def test_messages_are_hidden_by_an_eager_schedule_alone():
+def test_only_the_eager_schedule_hides_messages():
     stages, num = [1.0] * 8, 64
     formula = (8 + 64 - 1) * 3.0
     late = simulate_pipeline(stages, [2.0] * 8, num, "1f1b", transfer=0.3).makespan / formula
@@ -73,7 +73,7 @@ def test_messages_are_hidden_by_an_eager_schedule_alone():
     assert eager < late
 
 
-def test_every_pass_waits_for_what_it_needs():
+def test_every_pass_starts_after_its_inputs_have_arrived():
     rng = np.random.default_rng(1)
     for schedule in SCHEDULES:
         forward, backward, transfer = rng.random(4), rng.random(4), rng.random(3)
@@ -98,12 +98,12 @@ def test_every_pass_waits_for_what_it_needs():
     [
         (([1.0], [1.0, 2.0], 1), "an entry for each stage"),
         (([1.0], [1.0], 0), "an entry for each stage"),
-        (([-1.0], [1.0], 1), "forward must be finite times from 0 on"),
+        (([-1.0], [1.0], 1), "forward must be finite times of at least 0"),
         (([1.0], [1.0], 1, "1b1f"), "schedule must be one of"),
         (([1.0] * 3, [1.0] * 3, 1, "gpipe", [0.1]), "transfer must be one time, or 2"),
     ],
 )
-def test_wrong_pipelines_are_named(arguments, message):
+def test_invalid_pipelines_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         simulate_pipeline(*arguments)
 
@@ -124,7 +124,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("source", "destination", "shape", "num", "naive", "balance", "best"), CASES)
-def test_the_published_reshardings(source, destination, shape, num, naive, balance, best):  # noqa: PLR0917
+def test_resharding_schedules_match_the_published_times(source, destination, shape, num, naive, balance, best):  # noqa: PLR0917
     tasks = unit_tasks(shape, source, destination)
     assert len(tasks) == num
     assert sum(task.size for task in tasks) == math.prod(shape)
@@ -159,7 +159,7 @@ def as_tuple(task):
 
 
 def brute_force_schedule(tasks):
-    """Return the least makespan over all orders of the tasks and all choices of senders; orders are vectorised."""
+    """Return the least makespan over all orders of the tasks and all choices of senders; orders are vectorized."""
     orders = np.array(list(itertools.permutations(range(len(tasks)))))
     num_senders = 1 + max(s for senders, _, _ in tasks for s in senders)
     num_receivers = 1 + max(r for _, receivers, _ in tasks for r in receivers)
@@ -211,7 +211,7 @@ def test_random_reshardings_equal_brute_force():
 
 
 @pytest.mark.slow
-def test_schedules_are_the_same_again_and_large_ones_end():
+def test_resharding_schedules_are_deterministic_and_large_ones_end():
     rng = np.random.default_rng(3)
     tasks = [((0, 1), (int(rng.integers(4)),), float(rng.integers(1, 9))) for _ in range(200)]
     tasks += [((int(rng.integers(6)),), tuple({*rng.integers(0, 4, 2).tolist()}), 2.5) for _ in range(100)]
@@ -223,13 +223,13 @@ def test_schedules_are_the_same_again_and_large_ones_end():
     check_schedule(done := [((0,), (0,), 0.0)] * 3, schedule_tasks(done, "greedy"))
 
 
-def test_hosts_may_have_names():
+def test_hosts_of_resharding_tasks_may_be_strings():
     schedule = schedule_tasks([(["a"], ["x"], 1), (["a", "b"], ["y"], 1)], "search")
     assert schedule.senders == ["a", "b"]
     assert schedule.makespan == 1
 
 
-def test_pieces_rebuild_the_tensor():
+def test_resharding_tasks_rebuild_the_tensor():
     """Check that, between any two meshes, the pieces fill each device's tile, and each element exactly once."""
     rng = np.random.default_rng(4)
     specs = ["RR", "S0R", "RS0", "S1R", "RS1", "S01R", "RS01", "S0S1", "S1S0", "S10R"]
@@ -255,12 +255,12 @@ def test_pieces_rebuild_the_tensor():
 
 
 @pytest.mark.parametrize("spec", ["R", "S0S0R", "S2RR", "xRR", "S0S01R", "RRRR"])
-def test_wrong_layouts_are_named(spec):
-    with pytest.raises(ValueError, match="layout of 3 dimensions|cuts one dimension at most"):
+def test_invalid_layouts_are_refused(spec):
+    with pytest.raises(ValueError, match="layout of 3 dimensions|shards at most one dimension"):
         parse_spec(spec, 3)
 
 
-def test_wrong_tasks_are_named():
+def test_invalid_resharding_tasks_are_refused():
     with pytest.raises(ValueError, match="task 1 must have a sender, a receiver"):
         schedule_tasks([([0], [0], 1), ([], [0], 1)])
     with pytest.raises(ValueError, match="algorithm must be one of"):

@@ -38,14 +38,14 @@ def expected(objective, beta, gamma):
 
 @pytest.mark.core
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo"])
-def test_losses_of_pairs_are_those_of_the_papers(objective):
+def test_preference_losses_match_the_formulas_of_the_papers(objective):
     losses, rewards = preference_loss(objective, *map(Tensor, (SUMS, LENGTHS, REFERENCE)), beta=0.3, gamma=0.7)
     wanted = expected(objective, 0.3, 0.7)
     np.testing.assert_allclose(losses.asnumpy(), wanted[0], rtol=1e-5)
     np.testing.assert_allclose(rewards.asnumpy(), wanted[1], rtol=1e-5)
 
 
-def test_log_probabilities_count_the_answers_tokens_alone():
+def test_log_probabilities_count_only_the_tokens_of_the_answer():
     rng = np.random.default_rng(0)
     logits, ids = rng.normal(size=(2, 5, 7)).astype(np.float32), rng.integers(0, 7, (2, 5))
     labels = ids.copy()
@@ -100,23 +100,25 @@ def write(tmp_path, *rows):
         {"chosen": [user("2 + 2?"), assistant(" 4")], "rejected": [user("2 + 2?"), assistant(" 5")]},
     ],
 )
-def test_every_form_of_a_preference_is_the_same_pair(tmp_path, row):
+def test_every_form_of_a_preference_row_gives_the_same_pair(tmp_path, row):
     (pair,) = read_preferences(write(tmp_path, row))
     assert [message.content for message in pair] == ["2 + 2?", " 4"]
     assert [message.content for message in pair.rejected] == ["2 + 2?", " 5"]
 
 
-def test_answers_in_the_prompt_do_not_count(tmp_path):
+@pytest.mark.core
+def test_assistant_messages_in_the_prompt_have_no_labels(tmp_path):
     prompt = [user("a"), assistant("b"), user("c")]
     row = {"prompt": prompt, "chosen": [assistant("d")], "rejected": [assistant("e")]}
     (pair,) = read_preferences(write(tmp_path, row))
     assert [message.is_counted for message in pair.rejected] == [False, False, False, True]
 
 
+@pytest.mark.core
 def test_equal_answers_are_left_out_with_a_warning(tmp_path, capsys):
     rows = [{"prompt": "a", "chosen": "b", "rejected": end} for end in ("b", "c")]
     assert len(read_preferences(write(tmp_path, *rows))) == 1
-    assert "in 1 rows chosen equals rejected" in capsys.readouterr().err
+    assert "rows left out, whose chosen equals rejected: 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_equal_answers_are_left_out_with_a_warning(tmp_path, capsys):
         ({"chosen": "a", "rejected": "ab"}, "line 2: .* the beginning of the other"),
     ],
 )
-def test_a_wrong_preference_is_named_with_its_line(tmp_path, row, message):
+def test_invalid_preferences_are_refused_with_their_line(tmp_path, row, message):
     with pytest.raises(InputError, match=message):
         read_preferences(write(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, row))
 
@@ -144,7 +146,7 @@ def test_a_wrong_preference_is_named_with_its_line(tmp_path, row, message):
         ({"beta": 0.0}, "beta must be positive"),
     ],
 )
-def test_settings_that_preferences_cannot_have_are_refused(settings, message):
+def test_unsupported_settings_of_preference_training_are_refused(settings, message):
     given = {"train_file": "a.jsonl", "test_fraction": 0.5, "objective": "dpo", **settings}
     if not given["train_file"]:
         given["test_fraction"] = 0.0

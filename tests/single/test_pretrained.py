@@ -15,8 +15,9 @@ from mindnlp.engine.utils import set_seed
 
 import mindnlp_dp as dp
 from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.tokenizers import load_tokenizer
 from mindnlp_dp.text_classification.config import FinetuneConfig
-from mindnlp_dp.text_classification.pretrained import encode, load_classifier, load_tokenizer
+from mindnlp_dp.text_classification.pretrained import encode, load_classifier
 from mindnlp_dp.text_classification.task import as_dataset, build_model, prepare_task, save_tokenizer
 
 
@@ -29,7 +30,7 @@ def folder():
     return str(Path(found.origin).parent / "model")
 
 
-def test_tokens(folder):
+def test_a_pretrained_tokenizer_pads_and_truncates_texts(folder):
     columns, truncated = encode(load_tokenizer(folder), ["a red house", "a very long text " * 20], max_length=12)
     assert set(columns) >= {"input_ids", "attention_mask"}
     assert columns["input_ids"].shape == (2, 12)
@@ -37,7 +38,7 @@ def test_tokens(folder):
     assert truncated == 1
 
 
-def test_the_weights_are_really_those_of_the_file(folder):
+def test_a_pretrained_model_has_the_weights_of_its_file(folder):
     from safetensors.numpy import load_file
 
     weights = load_file(str(Path(folder) / "model.safetensors"))
@@ -51,7 +52,7 @@ def test_the_weights_are_really_those_of_the_file(folder):
         load_classifier(folder, "abcd", max_length=600)
 
 
-def test_it_trains_and_is_saved_with_its_tokenizer(folder, tmp_path):
+def test_a_pretrained_model_trains_and_its_tokenizer_is_saved(folder, tmp_path):
     rows = ["text,label", *(f"this is a {word} text,{word}" for word in ["good", "bad"] * 6)]
     for name in ("train.csv", "test.csv"):
         (tmp_path / name).write_text("\n".join(rows))
@@ -72,7 +73,7 @@ def test_it_trains_and_is_saved_with_its_tokenizer(folder, tmp_path):
     assert saved["input_ids"] == original["input_ids"]
 
 
-def test_a_folder_that_is_no_model_gives_one_sentence(tmp_path):
+def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(InputError, match="^the tokenizer .* cannot be loaded: .*; without a network pass a folder"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(InputError, match="^the model .* cannot be loaded: .*; without a network pass a folder"):
@@ -97,7 +98,7 @@ def tiny_classifier(folder, label_names, kind="roberta"):
 @pytest.mark.parametrize(
     ("labels", "is_new"),
     [("ab", False), ("ba", True), ("xy", True), ("abc", True)],
-    ids=["same", "order", "other", "more"],
+    ids=["same labels", "other order", "other labels", "more labels"],
 )
 def test_a_model_for_other_labels_gets_a_new_head(tmp_path, labels, is_new, kind):
     dp.init_process_group()
@@ -112,12 +113,10 @@ def test_a_model_for_other_labels_gets_a_new_head(tmp_path, labels, is_new, kind
             assert np.abs(parameter.asnumpy()).max() < 1
 
 
-def test_sizes_that_do_not_fit_are_named(tmp_path):
+def test_weights_with_sizes_other_than_in_the_config_are_refused(tmp_path):
     dp.init_process_group()
     tiny_classifier(tmp_path, "ab")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 7}))
-    with pytest.raises(
-        InputError, match=r"word_embeddings.weight has the sizes \(\d+, \d+\), and config.json says \(7, "
-    ):
+    with pytest.raises(InputError, match=r"word_embeddings.weight has shape \(\d+, \d+\), but config.json says \(7, "):
         load_classifier(str(tmp_path), "ab", 8)

@@ -1,3 +1,5 @@
+"""Test how the launcher and the backend are detected, and which combinations are refused."""
+
 from __future__ import annotations
 
 import pytest
@@ -71,7 +73,7 @@ TABLE, BY_TABLE = {"RANK_TABLE_FILE": "/x", "RANK_ID": "3", "DEVICE_ID": "3"}, L
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "ACCELERATE_USE_DEEPSPEED": "true"}, TORCHRUN),
     ],
 )
-def test_detect_launch(environ, launch):
+def test_the_launcher_is_detected_from_environment_variables(environ, launch):
     assert detect_launch(environ) == launch
 
 
@@ -89,11 +91,11 @@ def test_detect_launch(environ, launch):
         (PMIX, "CPU", "mpi"),
     ],
 )
-def test_auto(launch, device, backend):
+def test_backend_auto_follows_the_launcher_and_the_device(launch, device, backend):
     assert choose_backend("auto", launch, device) == backend
 
 
-def test_contradictions():
+def test_backends_that_contradict_the_launcher_are_refused():
     with pytest.raises(ValueError, match="backend must be one of auto, single, mpi, mindspore, got 'gloo'"):
         choose_backend("gloo", ALONE, "CPU")
     with pytest.raises(ValueError, match="msrun started 2 processes; they would train 2 separate models"):
@@ -107,8 +109,10 @@ def test_contradictions():
     ("launch", "instead"),
     [(SRUN, "srun --mpi=pmix python script.py"), (TORCHRUN, "mindnlp-dp run --nproc 2 script.py")],
 )
-def test_processes_that_cannot_meet(requested, launch, instead):
-    with pytest.raises(ValueError, match=f"{launch.by} started 2 processes, which cannot meet.*; type {instead}"):
+def test_srun_without_mpi_and_torchrun_are_refused_with_the_command_to_use(requested, launch, instead):
+    with pytest.raises(
+        ValueError, match=f"{launch.by} started 2 processes, which cannot connect to each other.*; type {instead}"
+    ):
         choose_backend(requested, launch, "CPU")
 
 
@@ -116,9 +120,10 @@ def test_processes_that_cannot_meet(requested, launch, instead):
 @pytest.mark.parametrize(("number", "several", "n"), [(8, "8", "8"), (None, "several", "N")])
 def test_a_rank_table_is_refused(requested, number, several, n):
     said = (
-        f"{RANK_TABLE} started {several} processes, which cannot meet and would train {several} separate models; type "
-        f"mindnlp-dp run --nproc {n} script.py, or msrun --worker_num={n} --local_worker_num={n} script.py; if this is "
-        "a single process, and an earlier job left the variables: unset RANK_ID RANK_SIZE RANK_TABLE_FILE"
+        f"{RANK_TABLE} started {several} processes, which cannot connect to each other and would train {several} "
+        f"separate models; type mindnlp-dp run --nproc {n} script.py, or msrun --worker_num={n} "
+        f"--local_worker_num={n} script.py; if this is a single process, and an earlier job left "
+        "the variables: unset RANK_ID RANK_SIZE RANK_TABLE_FILE"
     )
     with pytest.raises(ValueError, match=f"^{said} MINDSPORE_HCCL_CONFIG_PATH$"):
         choose_backend(requested, Launch(RANK_TABLE, number), "Ascend")
@@ -141,25 +146,28 @@ print(*map(_blames_another_rank, (MPI.Exception(MPI.ERR_PROC_FAILED), chained(MP
 """
 
 
-def test_devices_are_not_reached_through_slurms_mpi():
-    with pytest.raises(ValueError, match="MindSpore's own libraries do not meet that way.*launch_msrun_multi_node.sh"):
+def test_srun_with_mpi_is_refused_on_devices():
+    with pytest.raises(
+        ValueError,
+        match="own libraries cannot connect processes that are started like this.*launch_msrun_multi_node.sh",
+    ):
         choose_backend("auto", SRUN_MPI, "Ascend")
 
 
 @pytest.mark.parametrize(
     ("launch", "world_size"), [(ALONE, 1), (MPIRUN, 2), (SRUN_MPI, 2), (PMIX, 2), (PMIX, 7), (Launch("PMIx", None), 1)]
 )
-def test_a_world_that_is_whole(launch, world_size):
+def test_a_matching_world_size_is_accepted(launch, world_size):
     check_world_size(launch, world_size, "mpi")
 
 
 @pytest.mark.parametrize(("launch", "world_size"), [(MPIRUN, 1), (SRUN_MPI, 1), (PMIX, 1), (SRUN_MPI, 4)])
-def test_a_library_that_sees_other_processes(launch, world_size):
+def test_a_world_size_other_than_that_of_the_launcher_is_refused(launch, world_size):
     with pytest.raises(RuntimeError, match=f"{launch.by} started .*2 processes, but mpi sees {world_size}.*; type "):
         check_world_size(launch, world_size, "mpi")
 
 
-def test_init_is_idempotent_and_destroy_ends_it(no_group):
+def test_init_process_group_is_idempotent_until_the_group_is_destroyed(no_group):
     group = dp.init_process_group()
     assert (group.rank, group.world_size, group.local_rank, group.backend, group.is_main) == (0, 1, 0, "single", True)
     assert dp.init_process_group() is group
@@ -172,7 +180,7 @@ def test_init_is_idempotent_and_destroy_ends_it(no_group):
         dp.get_process_group()
 
 
-def test_without_init_under_a_launcher_the_error_names_it(no_group, monkeypatch):
+def test_the_error_for_a_missing_process_group_names_the_launcher(no_group, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="no process group, though mpirun started 2 processes"):
         dp.get_process_group()
@@ -184,12 +192,12 @@ def test_without_init_under_a_launcher_the_error_names_it(no_group, monkeypatch)
         (
             "AllGather failed.\n\n---- C++ Call Stack",
             CollectiveTimeoutError,
-            "rank 1 lost a rank that it exchanges with, 0 s after",
+            "rank 1 lost the connection to another rank, 0 s after",
         ),
         ("Allocate memory failed", RuntimeError, "Allocate memory failed"),
     ],
 )
-def test_a_collective_that_fails_for_want_of_a_neighbour_says_so(said, kind, message):
+def test_a_collective_that_lost_a_rank_raises_a_timeout_error(said, kind, message):
     class Collectives:
         def all_gather(self, x):
             raise RuntimeError(said)

@@ -57,7 +57,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_the_same_seed_draws_the_same_and_every_call_something_else(name):
+def test_random_operators_repeat_with_the_seed_and_differ_between_calls(name):
     draw = DRAWS[name]
 
     def two(seed):
@@ -71,7 +71,7 @@ def test_the_same_seed_draws_the_same_and_every_call_something_else(name):
 
 
 @pytest.mark.parametrize("name", ["F.dropout2d", "mindspore.nn.Dropout2d", "mindspore.ops.dropout3d"])
-def test_whole_channels_are_dropped_and_the_rest_is_scaled(name):
+def test_channel_dropout_drops_entire_channels_and_scales_the_rest(name):
     with seeded(3):
         out = DRAWS[name]().asnumpy().reshape(4 * 16, -1)
     assert set(np.unique(out)) == {0.0, 2.0}
@@ -79,7 +79,7 @@ def test_whole_channels_are_dropped_and_the_rest_is_scaled(name):
     assert 16 < (out[:, 0] == 0).sum() < 48
 
 
-def test_the_gradient_of_channels_that_are_dropped_is_zero():
+def test_the_gradient_of_dropped_channels_is_zero():
     def loss(x):
         return (F.dropout2d(x, 0.5, training=True) * 3).sum()
 
@@ -91,12 +91,12 @@ def test_the_gradient_of_channels_that_are_dropped_is_zero():
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
-def test_all_channels_or_none(p):
+def test_channel_dropout_drops_none_with_p_0_and_all_with_p_1(p):
     with seeded(1):
         out = F.dropout2d(ones(2, 3, 2, 2), p, training=True).asnumpy()
     np.testing.assert_array_equal(out, np.full((2, 3, 2, 2), 1 - p))
 
 
-def test_one_that_cannot_follow_says_so():
+def test_an_operator_that_ignores_the_seed_gives_a_warning():
     with seeded(1), pytest.warns(RuntimeWarning, match="UniformCandidateSampler draws numbers that do not follow"):
         mindspore.ops.uniform_candidate_sampler(mindspore.Tensor([[1, 2]]), 2, 5, True, 100)

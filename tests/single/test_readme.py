@@ -30,22 +30,22 @@ def what_is_missing(text: str, folder: Path) -> list[str]:
     return wrong + [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
 
 
-def test_links_and_paths_exist(page):
+def test_links_and_paths_in_pages_exist(page):
     assert what_is_missing(page.read_text(encoding="utf-8"), page.parent) == []
 
 
-def test_a_path_that_does_not_exist_is_found():
+def test_missing_paths_in_a_page_are_found():
     text = "[a](docs/launching.md) [b](docs/none.md#top) `scripts/none.sh` mindnlp_dp/none/, configs/no.yml."
     wrong = ["docs/none.md", "docs/none.md", "scripts/none.sh", "mindnlp_dp/none/", "configs/no.yml"]
     assert what_is_missing(text, ROOT) == wrong
 
 
-def test_public_names_exist(page):
+def test_public_names_in_pages_exist(page):
     for name in set(re.findall(r"\bdp\.(\w+)", page.read_text(encoding="utf-8"))):
         assert hasattr(dp, name), name
 
 
-def test_modules_exist(page):
+def test_modules_named_in_pages_exist(page):
     for name in set(re.findall(r"\bmindnlp_dp(?:\.\w+)+", page.read_text(encoding="utf-8"))) - {"mindnlp_dp.NAME"}:
         found = dp
         for at, part in enumerate(name.split(".")[1:], start=2):
@@ -58,21 +58,20 @@ def test_every_public_name_resolves():
     assert all(getattr(dp, name) is not None for name in dp.__all__)
 
 
-def test_flags_of_the_training_script_exist(page):
+def test_flags_of_finetune_in_pages_exist(page):
     for command in re.findall(r"scripts/finetune\.py ([^`]*?)(?:`|\n\n|\n```|$)", page.read_text(encoding="utf-8")):
         for flag in re.findall(r"--([a-z-]+)", command):
             assert flag in ("config", "help") or flag.replace("-", "_") in FinetuneConfig.__dataclass_fields__, flag
 
 
-def test_commands_exist(page):
+def test_commands_in_pages_exist(page):
     source = (ROOT / "mindnlp_dp" / "commands" / "main.py").read_text(encoding="utf-8")
     known = set(re.findall(r'add_parser\(\s*"(\w+)"', source))
     named = set(re.findall(r"(?:^|`)mindnlp-dp (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE))
-    # The changelog also names former subcommands.
-    assert named <= known | ({"algorithms", "scaling"} if page.name == "CHANGELOG.md" else set())
+    assert named <= known
 
 
-def test_the_pages_say_something():
+def test_pages_name_enough_paths_names_and_commands():
     """Check that the pages name enough paths, links, names and commands for the tests above to be meaningful."""
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     assert len(set(_PATH.findall(text))) > 50
@@ -83,12 +82,12 @@ def test_the_pages_say_something():
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_a_readme_is_short(name):
+def test_a_readme_has_at_most_150_lines(name):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("folder", ["", "homework"])
-def test_the_languages_agree(folder):
+def test_english_and_chinese_readmes_have_the_same_outline(folder):
     """Compare the headings, the code without comments, and the numbers, in their order."""
     english, chinese = ((ROOT / folder / name).read_text(encoding="utf-8") for name in READMES)
 
@@ -113,7 +112,7 @@ def test_the_languages_agree(folder):
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_commands_stand_after_the_environment_that_they_need(name):
+def test_readme_commands_follow_the_activation_of_the_environment(name):
     """The quickstart makes the environment, the page activates it, and then come the commands and the report."""
     text = (ROOT / name).read_text(encoding="utf-8").partition("bash scripts/quickstart.sh")[2]
     activated = text.index("source .venv/bin/activate")

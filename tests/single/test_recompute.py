@@ -63,7 +63,7 @@ def count_forwards(layer):
 @needs_0_4
 @pytest.mark.parametrize("kernels", ["auto", "mindspore"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_with_dropout_are_the_same_to_the_bit(kind, kernels):
+def test_recompute_with_dropout_gives_bitwise_equal_gradients(kind, kernels):
     from tiny_transformers import batch, build
 
     dispatch.choose(kernels, 1)
@@ -76,7 +76,7 @@ def test_gradients_with_dropout_are_the_same_to_the_bit(kind, kernels):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "mindspore"])
-def test_random_numbers_are_replayed_in_a_block_with_another_seed(kernels):
+def test_the_random_state_is_replayed_in_a_block_with_another_seed(kernels):
     dispatch.choose(kernels, 1)
 
     def draws():
@@ -97,7 +97,7 @@ def test_random_numbers_are_replayed_in_a_block_with_another_seed(kernels):
         assert_equal(draws()[:1], second[:1])
 
 
-def test_layers_run_twice_in_training_and_once_otherwise():
+def test_recomputed_layers_run_twice_in_training_and_once_otherwise():
     model = tiny_roberta(num_layers=2, dropout=0.1)
     expected = gradients(model)
     calls = count_forwards(model.roberta.encoder.layer[0])
@@ -113,7 +113,7 @@ def test_layers_run_twice_in_training_and_once_otherwise():
 
 
 @pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 draws masks in MindSpore's kernel")
-def test_masks_are_dropped_before_the_backward_pass(monkeypatch):
+def test_recompute_frees_dropout_masks_before_the_backward_pass(monkeypatch):
     masks = []
     stock = functions.dropout_mask
 
@@ -143,7 +143,7 @@ def test_masks_are_dropped_before_the_backward_pass(monkeypatch):
         assert left == [num_kept]
 
 
-def test_every_nth_layer_and_patterns():
+def test_recompute_layers_are_chosen_by_interval_or_pattern():
     model = tiny_roberta(num_layers=4)
     layers = [f"roberta.encoder.layer.{number}" for number in range(4)]
     assert dp.enable_recompute(model) == layers
@@ -173,7 +173,7 @@ def test_every_nth_layer_and_patterns():
 @pytest.mark.parametrize(
     "layers", [0, -1, "0", "dropout", 1.5, "", [], None, ["layer.0", ""], "encoder.layers", ["layer.0", "nothing"]]
 )
-def test_layers_that_are_not_there_are_refused(layers):
+def test_unknown_recompute_layers_are_refused(layers):
     model = tiny_roberta(num_layers=2)
     dp.enable_recompute(model, "layer.1")
     with pytest.raises(ValueError, match=r"(layers to recompute are True|no layer with weights of Roberta.*is named)"):
@@ -246,7 +246,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_layers_of_other_forms(name):
+def test_recompute_works_for_layer_lists_of_every_form(name):
     build, run, num_layers = STACKS[name]
     set_seed(4)
     model = Stack(build(), run)
@@ -257,14 +257,14 @@ def test_layers_of_other_forms(name):
 
 
 @needs_0_4
-def test_every_nth_layer_is_not_one_of_its_experts():
+def test_recompute_does_not_count_experts_as_layers():
     from tiny_transformers import build
 
     assert dp.enable_recompute(build("mixtral"), 2) == ["model.layers.0"]
 
 
 @needs_0_4
-def test_a_cache_that_is_given():
+def test_recompute_with_a_key_value_cache_keeps_the_gradients():
     from mindnlp.transformers import DynamicCache
     from tiny_transformers import batch, build
 
@@ -285,7 +285,7 @@ def test_a_cache_that_is_given():
 
 
 @needs_0_4
-def test_all_models_of_a_loss():
+def test_recompute_applies_to_every_model_of_a_loss():
     one, other = tiny_roberta(num_layers=1, dropout=0.1), tiny_roberta(seed=1, num_layers=1, dropout=0.1)
     parameters = [*one.parameters(), *other.parameters()]
     calls = [count_forwards(model.roberta.encoder.layer[0]) for model in (one, other)]
@@ -302,7 +302,7 @@ def test_all_models_of_a_loss():
     dp.make_train_step(*options(), recompute=True, model=one)
 
 
-def test_a_layer_whose_class_is_replaced():
+def test_recompute_works_after_sync_batch_norm_replaces_a_layer():
     model = Stack([nn.BatchNorm1d(8), Block()], in_turn)
     dp.enable_recompute(model, "layers.0")
     dp.convert_sync_batchnorm(model)
@@ -317,7 +317,7 @@ def test_a_layer_whose_class_is_replaced():
     assert len(calls) == 2
 
 
-def test_a_copy_recomputes_its_own_layers():
+def test_a_deep_copy_recomputes_its_own_layers():
     model = tiny_roberta(num_layers=1, dropout=0.1)
     expected = gradients(model)
     dp.enable_recompute(model)
@@ -330,7 +330,7 @@ def test_a_copy_recomputes_its_own_layers():
     assert len(calls) == 2
 
 
-def test_a_pass_that_failed_leaves_nothing_behind():
+def test_gradients_are_right_after_a_failed_recomputation():
     model = tiny_roberta(num_layers=2, dropout=0.1)
     expected = gradients(model)
     dp.enable_recompute(model)
@@ -352,7 +352,7 @@ def test_a_pass_that_failed_leaves_nothing_behind():
 @pytest.mark.core
 @needs_0_4
 @pytest.mark.parametrize("before", [True, False])
-def test_adapters_in_frozen_layers_get_all_their_gradients(before):
+def test_lora_adapters_in_recomputed_frozen_layers_get_all_gradients(before):
     from mindnlp.peft import LoraConfig, get_peft_model
     from tiny_transformers import batch, build
 
@@ -378,7 +378,7 @@ def test_adapters_in_frozen_layers_get_all_their_gradients(before):
     assert sum(bool(np.any(gradient)) for gradient in found[1:]) == num_trainable == 16
 
 
-def test_running_statistics_move_once():
+def test_recompute_updates_batch_norm_statistics_once():
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -414,7 +414,7 @@ def test_running_statistics_move_once():
 
 @pytest.mark.skipif(is_0_5, reason="cells of MindSpore, which need no MindNLP")
 @pytest.mark.parametrize("kernels", ["auto", "mindspore"])
-def test_cells_with_batch_normalisation_and_numpys_random_numbers(kernels):
+def test_recompute_of_cells_replays_batch_norm_and_numpy_random_numbers(kernels):
     cells = mindspore.nn
     dispatch.choose(kernels, 1)
 
@@ -454,7 +454,7 @@ def test_cells_with_batch_normalisation_and_numpys_random_numbers(kernels):
         )
 
 
-def test_the_trainers_argument(tmp_path):
+def test_gradient_checkpointing_of_the_trainer_keeps_the_weights(tmp_path):
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 5}
     expected = weights(train(tiny_roberta(num_layers=2, dropout=0.1), Rows(19), tmp_path, **settings).model)
     names = {"gradient_checkpointing": True}
@@ -478,7 +478,7 @@ def test_the_trainers_argument(tmp_path):
         ({"gradient_checkpointing_kwargs": {"context_fn": None}}, "takes use_reentrant only, got context_fn"),
     ],
 )
-def test_arguments_out_of_range(tmp_path, settings, message):
+def test_invalid_gradient_checkpointing_arguments_are_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         dp.DataParallelArguments(str(tmp_path), gradient_checkpointing=True, **settings)
     with pytest.raises(ValueError, match="recompute_layers is given, and gradient_checkpointing is not"):
@@ -486,13 +486,13 @@ def test_arguments_out_of_range(tmp_path, settings, message):
 
 
 @needs_0_4
-def test_mindnlps_own_argument(tmp_path):
+def test_the_recompute_argument_of_mindnlp_enables_gradient_checkpointing(tmp_path):
     args = dp.DataParallelArguments(str(tmp_path), recompute=True, recompute_kwargs={"use_reentrant": False})
     assert args.gradient_checkpointing
     assert not args.recompute
 
 
-def test_a_model_without_lists_of_layers():
+def test_recompute_refuses_a_model_without_a_list_of_layers():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     with pytest.raises(ValueError, match="Sequential has no list of layers to recompute; name them by a pattern"):
         dp.enable_recompute(model)

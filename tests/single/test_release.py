@@ -56,7 +56,7 @@ def release(tree):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_the_packages_can_be_shown_by_an_index(tree):
+def test_release_builds_packages_with_valid_metadata_and_links(tree):
     done = release(tree)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASSED") == 2
@@ -94,7 +94,7 @@ def test_the_packages_can_be_shown_by_an_index(tree):
         ),
     ],
 )
-def test_a_tree_that_is_not_ready_is_refused(tree, change, message):
+def test_release_refuses_uncommitted_files_used_tags_and_wrong_remotes(tree, change, message):
     change(tree)
     done = release(tree)
     assert done.returncode == 1
@@ -102,7 +102,7 @@ def test_a_tree_that_is_not_ready_is_refused(tree, change, message):
     assert not (tree / "dist").exists()
 
 
-def test_a_changelog_without_the_version_is_refused(tree):
+def test_release_refuses_a_changelog_without_the_version(tree):
     date_changelog(tree, "unreleased")
     git(tree, "commit", "--quiet", "--all", "--message", "not yet")
     assert f'CHANGELOG.md has no section "## {__version__}, YEAR-MONTH-DAY"' in release(tree).stderr

@@ -64,7 +64,7 @@ def greet(*ends):
 
 
 @pytest.mark.core
-def test_messages_arrive_in_order_and_whole(ends):
+def test_rendezvous_messages_arrive_complete_and_in_order(ends):
     server, client = ends()
     greet(server, client)
     client.send({"say": "first", "text": "ä" * 100_000})
@@ -86,7 +86,7 @@ def test_messages_arrive_in_order_and_whole(ends):
 @pytest.mark.parametrize("tokens", [(TOKEN, b"f" * 16), (b"f" * 16, TOKEN)])
 def test_a_wrong_token_is_refused(ends, tokens):
     server, client = ends(*tokens)
-    with pytest.raises(AuthenticationError, match="does not know this job's token"):
+    with pytest.raises(AuthenticationError, match="does not have this job's token"):
         greet(server, client)
     assert not server.is_ready
 
@@ -137,7 +137,7 @@ def test_a_host_with_another_device_is_refused(meeting):
 
 @pytest.mark.parametrize("speaks", [False, True])
 @pytest.mark.parametrize("late", [0, 0.5, 4])
-def test_hosts_hear_how_the_job_ended_whatever_they_were_saying(meeting, late, speaks):
+def test_every_host_receives_the_exit_code_at_the_end_of_the_job(meeting, late, speaks):
     server, come = meeting
     connection = come()
     while not server.hosts:
@@ -168,7 +168,7 @@ def test_hosts_hear_how_the_job_ended_whatever_they_were_saying(meeting, late, s
     assert [said for said in heard if said["do"] == "over"] == [{"do": "over", "code": 3, "why": ""}]
 
 
-def test_a_host_that_is_refused_hears_why(meeting):
+def test_a_refused_host_receives_the_reason(meeting):
     server, come = meeting
     connection = come(version="2")
     for _ in range(50):
@@ -195,13 +195,13 @@ def test_a_message_that_is_too_long_is_refused(ends, monkeypatch, is_known):
         server.receive()
 
 
-def test_noise_at_the_endpoint_is_refused_and_blocks_no_host(capsys):
+def test_invalid_connections_are_refused_and_do_not_block_a_host(capsys):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop(), device="CPU")
     try:
-        with pytest.raises(LaunchError, match=f"port {port} of the endpoint cannot be listened at"):
+        with pytest.raises(LaunchError, match=f"cannot listen at port {port} of the endpoint"):
             RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop(), device="CPU")
         noisy = socket.create_connection(("127.0.0.1", port))
         noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
@@ -229,7 +229,7 @@ def test_noise_at_the_endpoint_is_refused_and_blocks_no_host(capsys):
         while server.hosts != [] and server.hosts[0] is first and time.monotonic() < deadline:
             server._loop.run_once(0.01)
             again.receive()
-        assert (len(server.hosts), first.lost) == (1, "its launcher came again")
+        assert (len(server.hosts), first.lost) == (1, "its launcher joined again")
         assert server.hosts[0] is not first
         again.socket.close()
         server._loop.run_until(lambda: not server.hosts, 5)
@@ -238,10 +238,10 @@ def test_noise_at_the_endpoint_is_refused_and_blocks_no_host(capsys):
             sock.close()
     finally:
         server.close(0)
-    assert capsys.readouterr().err == "a process at 127.0.0.1 does not know this job's token, and was refused\n"
+    assert capsys.readouterr().err == "a process at 127.0.0.1 does not have this job's token, and was refused\n"
 
 
-def test_a_report_comes_over_with_times_of_the_readers_clock():
+def test_a_host_report_is_converted_to_the_clock_of_its_reader():
     now = time.monotonic()
     report = HostReport(
         {
@@ -261,12 +261,12 @@ def test_a_report_comes_over_with_times_of_the_readers_clock():
     assert HostReport.from_json(json.loads(json.dumps(HostReport({0: RankHeartbeat()}).to_json()))).ranks[0].since == 0
 
 
-def test_ranks_of_a_host():
+def test_the_ranks_of_a_host_follow_those_of_earlier_hosts():
     attempt = Attempt(0, "mpi", ["x"], "logs", [2, 3, 1], index=1)
     assert (attempt.num_ranks, list(attempt.ranks)) == (6, [2, 3, 4])
 
 
-def test_number_of_ranks_of_an_elastic_job():
+def test_an_elastic_job_has_fewer_ranks_after_losing_one():
     for wrong in ("0", "2:1", "a", "1:", ":2", "-1", "1:2:3", ""):
         with pytest.raises(ValueError, match="MIN:MAX"):
             MinMax.parse(wrong)
@@ -284,7 +284,7 @@ def test_number_of_ranks_of_an_elastic_job():
     assert (fixed.counts([local]), fixed.is_elastic) == ([2], False)
 
 
-def test_tokens(tmp_path, monkeypatch):
+def test_missing_short_and_readable_tokens_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "token"
     with pytest.raises(ValueError, match="none was found .* openssl rand -hex 32"):
         read_token({}, path)
@@ -307,12 +307,12 @@ def test_tokens(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", ":1", "host:", "host:0", "host:70000", "host:x"])
-def test_wrong_endpoints(text):
+def test_invalid_endpoints_are_refused(text):
     with pytest.raises(ValueError, match="an endpoint is HOST:PORT"):
         parse_endpoint(text)
 
 
-def test_whether_an_endpoint_is_this_hosts():
+def test_is_this_host_recognizes_local_addresses():
     assert is_this_host("127.0.0.1")
     assert is_this_host("localhost")
     assert not is_this_host("192.0.2.1")  # an address of no host (RFC 5737)
@@ -320,7 +320,7 @@ def test_whether_an_endpoint_is_this_hosts():
 
 
 @pytest.mark.parametrize("name", ["JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "MS_NODE_RANK", "SLURM_NODEID"])
-def test_the_number_of_a_host(name):
+def test_the_node_rank_is_read_from_scheduler_variables(name):
     assert node_rank_of({name: "3"}) == 3
     assert node_rank_of({name: ""}) is None
 
@@ -343,7 +343,7 @@ def test_contradicting_options_are_refused(line, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
-def test_torchruns_options_mean_the_same(monkeypatch):
+def test_torchrun_options_have_the_same_meaning(monkeypatch):
     from mindnlp_dp.commands.main import _parser
 
     monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", TOKEN.decode())
@@ -366,7 +366,7 @@ def test_torchruns_options_mean_the_same(monkeypatch):
         "--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=29500 --monitor-interval 5 --role=trainer",
     ],
 )  # fmt: skip
-def test_torchruns_lines_of_one_host_need_no_token(line, monkeypatch):
+def test_torchrun_commands_for_one_host_need_no_token(line, monkeypatch):
     from mindnlp_dp.commands.main import _parser
 
     monkeypatch.delenv("MINDNLP_DP_RDZV_TOKEN", raising=False)
@@ -388,7 +388,7 @@ def test_torchruns_lines_of_one_host_need_no_token(line, monkeypatch):
         ("--no-such-thing", "unrecognized option --no-such-thing"),
     ],
 )
-def test_torchruns_other_options_say_what_to_type(line, message, capsys):
+def test_unsupported_torchrun_options_are_refused_with_advice(line, message, capsys):
     with pytest.raises(SystemExit):
         main(["run", "--nproc", "2", *line.split(), "x.py"])
     said = capsys.readouterr().err
@@ -396,7 +396,7 @@ def test_torchruns_other_options_say_what_to_type(line, message, capsys):
     assert "usage: mindnlp-dp run --nproc N" in said
 
 
-def test_as_many_ranks_as_there_are_cards_or_cores(monkeypatch, capsys):
+def test_nproc_per_node_auto_counts_devices_or_cores(monkeypatch, capsys):
     from mindnlp_dp.commands.main import _parser
 
     def nproc(text):
@@ -411,7 +411,7 @@ def test_as_many_ranks_as_there_are_cards_or_cores(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for text, device, message in [
         ("gpu", "GPU", "this host has no GPU cards to use"), ("auto", "cpu", "DEVICE_TARGET is cpu, expected"),
-        ("npu", "CPU", "npu: ranks would take CPU; DEVICE_TARGET=Ascend"),
+        ("npu", "CPU", "npu: ranks would use CPU; set DEVICE_TARGET=Ascend"),
     ]:  # fmt: skip
         monkeypatch.setenv("DEVICE_TARGET", device)
         with pytest.raises(SystemExit):
@@ -419,7 +419,7 @@ def test_as_many_ranks_as_there_are_cards_or_cores(monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_too_few_hosts_within_the_join_timeout(tmp_path, capsys, monkeypatch):
+def test_too_few_hosts_within_join_timeout_end_the_launcher(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", TOKEN.decode())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("")
@@ -434,7 +434,7 @@ def test_too_few_hosts_within_the_join_timeout(tmp_path, capsys, monkeypatch):
     assert "cannot be reached" in capsys.readouterr().err
 
 
-def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():
+def test_a_host_has_at_most_the_ranks_of_its_own_nproc():
     local, other = LocalHost({}, 4, loop := EventLoop()), SimpleNamespace(name="b", address="10.0.0.2", slots=2)
     members = Membership(local, None, loop, nnodes=MinMax(2, 2), nproc=MinMax(4, 4), grow_after=60)
     assert members.counts([local, other]) == [4, 2]
@@ -443,7 +443,7 @@ def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():
     assert elastic.counts([local, other]) == [3, 2]
 
 
-def test_many_silent_callers_keep_no_host_out(meeting):
+def test_silent_connections_do_not_prevent_a_host_from_joining(meeting):
     """Check this also for clients that connect again and again from the host's own address."""
     server, come = meeting
     port = server._listening.getsockname()[1]
@@ -473,7 +473,7 @@ def test_many_silent_callers_keep_no_host_out(meeting):
             sock.close()
 
 
-def test_a_full_endpoint_is_not_taken_for_another_token(monkeypatch):
+def test_an_endpoint_that_closes_connections_is_not_reported_as_a_wrong_token(monkeypatch):
     monkeypatch.setattr("mindnlp_dp.launch.rendezvous.client._RETRY_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         is_over = threading.Event()
@@ -487,7 +487,7 @@ def test_a_full_endpoint_is_not_taken_for_another_token(monkeypatch):
         thread = threading.Thread(target=hang_up)
         thread.start()
         try:
-            with pytest.raises(TemporaryError, match="hung up before it asked for our token"):
+            with pytest.raises(TemporaryError, match="closed the connection before it asked for a token"):
                 connect(Rendezvous("127.0.0.1", listening.getsockname()[1], TOKEN), 0.3)
         finally:
             is_over.set()
@@ -516,7 +516,7 @@ class SlowHost:
         pass
 
 
-def test_a_host_that_takes_long_to_end_its_ranks_is_not_lost(meeting):
+def test_a_host_that_ends_its_ranks_slowly_is_not_lost(meeting):
     server, _ = meeting
     port = server._listening.getsockname()[1]
     rendezvous = Rendezvous("127.0.0.1", port, TOKEN, lost_after=1.0)
@@ -538,7 +538,7 @@ def test_a_host_that_takes_long_to_end_its_ranks_is_not_lost(meeting):
     assert codes == [7]
 
 
-def test_an_endpoint_that_is_lost_while_ranks_are_ended_is_called_again(meeting):
+def test_a_host_reconnects_to_an_endpoint_lost_while_ending_its_ranks(meeting):
     server, _ = meeting
     rendezvous = Rendezvous("127.0.0.1", server._listening.getsockname()[1], TOKEN)
     loop = EventLoop()
@@ -559,7 +559,7 @@ def test_an_endpoint_that_is_lost_while_ranks_are_ended_is_called_again(meeting)
     assert codes == [7]
 
 
-def test_the_launcher_can_wait_after_the_rendezvous_was_closed(meeting):
+def test_the_event_loop_sleeps_after_the_rendezvous_is_closed(meeting):
     server, come = meeting
     come()
     socket.create_connection(("127.0.0.1", server._listening.getsockname()[1])).close()
@@ -569,13 +569,13 @@ def test_the_launcher_can_wait_after_the_rendezvous_was_closed(meeting):
     assert time.monotonic() - began >= 0.1
 
 
-def test_an_order_for_a_daemon_that_comes_too_late(tmp_path):
+def test_a_daemon_requested_without_an_attempt_is_not_started(tmp_path):
     host = LocalHost({}, 1, EventLoop())
     host.run_daemon("exit 1")
     assert not host._daemons
 
 
-def test_a_launcher_that_was_stopped_itself_loses_no_host(meeting):
+def test_a_launcher_that_continues_after_sigstop_loses_no_host(meeting):
     server, come = meeting
     connection = come()
     while not server.hosts:
@@ -589,7 +589,7 @@ def test_a_launcher_that_was_stopped_itself_loses_no_host(meeting):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost", "service.example"])
-def test_where_the_endpoint_listens(address):
+def test_an_endpoint_with_a_loopback_address_listens_only_there(address):
     listening = listen_at(address, 0)
     port = listening.getsockname()[1]
     only = {"127.0.0.1": ["127.0.0.1"], "::1": ["::1"]}.get(address, ["127.0.0.1", "::1"])
@@ -612,18 +612,18 @@ def test_a_wildcard_address_is_refused_as_endpoint(address):
         parse_endpoint(address)
 
 
-def test_mpirun_takes_no_ipv6(tmp_path):
+def test_ipv6_hosts_are_refused_under_mpirun(tmp_path):
     with pytest.raises(LaunchError, match=r"does not take IPv6 addresses \(fd00::1\)"):
         start_mpi({"fd00::1": 1, "10.0.0.1": 1}, [], {}, None, scratch=tmp_path, remote_shell=[])
 
 
-def test_no_process_of_a_job_has_the_token():
+def test_the_environment_of_a_rank_does_not_contain_the_token():
     found = clean_environment({"MINDNLP_DP_RDZV_TOKEN": TOKEN.decode(), "HOME": "/root"})
     assert found["HOME"] == "/root"
     assert not any(TOKEN.decode() in value for value in found.values())
 
 
-def test_the_remote_shells_token_is_in_a_file_of_ours(tmp_path):
+def test_the_token_of_the_remote_shell_is_in_a_private_file(tmp_path):
     line = remote_shell("127.0.0.1:29400", TOKEN, tmp_path)
     [file] = tmp_path.iterdir()
     assert line[-1] == str(file)

@@ -74,7 +74,7 @@ class Text(HTMLParser):
         self.words += data
 
 
-def test_one_page_that_needs_nothing_else(two, capsys):
+def test_a_report_is_one_html_page_without_external_files(two, capsys):
     assert main(["report", *map(str, two)]) == 0
     page = (two[0] / "report.html").read_text(encoding="utf-8")
     assert capsys.readouterr().out == f"written to {two[0] / 'report.html'} and {two[0] / 'report.png'}\n"
@@ -87,7 +87,7 @@ def test_one_page_that_needs_nothing_else(two, capsys):
     assert page.count("<svg") == 5
 
 
-def test_what_it_tells(two):
+def test_a_report_shows_accuracy_speed_up_digest_and_confusions(two):
     words = re.sub(r"\s+", " ", Text(render(read_runs(two))).words)
     for expected in (
         "Training report: 3 classes, 1,280 training samples", "one (one process); two (2 processes, mpi)",
@@ -100,7 +100,7 @@ def test_what_it_tells(two):
 
 
 @pytest.mark.parametrize("more", [{}, {"replica_digests": ["0123456789abcdef", "fedcba9876543210"]}])
-def test_replicas_that_differ_are_shown_so(tmp_path, more):
+def test_a_report_shows_replicas_that_differ(tmp_path, more):
     """Check also a report of an older version, which has the digest of rank 0 only."""
     run = write(tmp_path / "run", report_of(2, replicas_in_sync=False, **more))
     words = Text(render(read_runs([run]))).words
@@ -109,7 +109,7 @@ def test_replicas_that_differ_are_shown_so(tmp_path, more):
     assert ("by rank 0123456789abcdef, fedcba9876543210" in words) == bool(more)
 
 
-def test_a_run_of_an_older_version_is_shown_without_what_it_lacks(tmp_path):
+def test_a_report_of_an_older_run_leaves_out_missing_sections(tmp_path):
     report = report_of(2, timed=False)
     for key in ("confusions", "peak_memory_bytes", "command", "machine", "config", "train_seconds", "num_labels"):
         del report[key]
@@ -119,7 +119,7 @@ def test_a_run_of_an_older_version_is_shown_without_what_it_lacks(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["one", "_hidden"])
-def test_a_single_run_has_no_legend_and_its_metrics(tmp_path, two, name):
+def test_a_report_of_a_single_run_has_metrics_and_no_legend(tmp_path, two, name):
     metrics = {"train_input_tokens_per_second": 1234.5, "train_mfu": 0.4321, "evaluation_seconds": 2.5}
     single = read_runs([write(tmp_path / "single" / name, report_of(metrics=metrics))])
     page = render(single)
@@ -132,25 +132,25 @@ def test_a_single_run_has_no_legend_and_its_metrics(tmp_path, two, name):
     assert 'id="legend_1"' in page
 
 
-def test_a_label_cannot_write_into_the_page(tmp_path):
+def test_labels_and_folder_names_are_escaped_in_the_page(tmp_path):
     report = report_of(confusions=[{"label": "<script>alert(1)</script>", "predicted": "b", "count": 1, "of": 2}])
     page = render(read_runs([write(tmp_path / "<b>run</b>", report)]))
     assert "<script" not in page
     assert "<b>" not in page
 
 
-def test_a_folders_name_is_no_formula(tmp_path):
+def test_a_report_accepts_a_folder_name_with_dollar_signs(tmp_path):
     folder = write(tmp_path / r"lr $\x$", report_of())
     assert main(["report", str(folder)]) == 0
 
 
-def test_names_tell_runs_apart(tmp_path):
+def test_runs_in_folders_of_the_same_name_get_distinct_names(tmp_path):
     first, second = (write(tmp_path / folder / "run", report_of()) for folder in ("a", "b"))
     assert [run.name for run in read_runs([first, second])] == ["a/run", "b/run"]
     assert [run.name for run in read_runs([first / "report.json"])] == ["run"]
 
 
-def test_speed_up_is_of_one_process_and_the_fastest_of_several():
+def test_the_speed_up_compares_one_process_with_the_fastest_run():
     runs = [RecordedRun(str(n), report_of(n, rate)) for n, rate in ((2, 150.0), (1, 100.0), (4, 300.0), (1, 50.0))]
     assert speed_up(runs) == (runs[1], runs[2], 3.0)
     assert speed_up(runs[:1]) is None
@@ -162,11 +162,11 @@ def test_speed_up_is_of_one_process_and_the_fastest_of_several():
     [
         (None, r"report.json does not exist; it is written by scripts/finetune.py when a run has ended"),
         ("{", r"report.json is not JSON"),
-        ("[]", r"is not the report of a run: it lacks world_size, backend"),
-        ('{"world_size": 1}', r"is not the report of a run: it lacks backend"),
+        ("[]", r"is not the report of a run: it does not have world_size, backend"),
+        ('{"world_size": 1}', r"is not the report of a run: it does not have backend"),
     ],
 )
-def test_what_is_no_run_is_told_in_a_sentence(tmp_path, capsys, content, expected):
+def test_a_folder_without_a_valid_report_json_is_refused(tmp_path, capsys, content, expected):
     if content is not None:
         (tmp_path / "report.json").write_text(content)
     assert main(["report", str(tmp_path)]) == 2
@@ -174,25 +174,25 @@ def test_what_is_no_run_is_told_in_a_sentence(tmp_path, capsys, content, expecte
     assert not (tmp_path / "report.html").exists()
 
 
-def test_an_output_that_is_no_page(two, capsys):
+def test_an_output_name_without_html_is_refused(two, capsys):
     assert main(["report", str(two[0]), "--output", "page.pdf"]) == 2
     assert "must name a file that ends in .html" in capsys.readouterr().err
 
 
-def test_without_its_libraries_it_says_what_to_install(two, capsys, monkeypatch):
+def test_a_report_without_its_libraries_names_the_pip_command(two, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["report", str(two[0])]) == 2
     assert 'pip install "mindnlp-dp[report]"' in capsys.readouterr().err
 
 
-def test_a_run_that_evaluated_nothing_does_not_claim_that_nothing_was_confused():
+def test_a_run_without_an_evaluation_has_no_list_of_confusions():
     recorder = RunRecorder(["a", "b"], num_train=4)
     assert recorder.confusions is None
     recorder.metrics(SimpleNamespace(predictions=np.eye(2), label_ids=np.arange(2)))
     assert recorder.confusions == []
 
 
-def test_most_confused_counts_both_ways_round():
+def test_confused_classes_are_counted_in_both_directions():
     labels = np.array([0, 0, 0, 1, 1, 2, 2])
     taken_for = np.array([1, 1, 0, 0, 1, 2, 0])
     predictions = np.eye(3)[taken_for]

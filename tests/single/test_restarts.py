@@ -30,7 +30,7 @@ def waits(tmp_path, updates, most=100):
     return [restarts.after(FAILURE, update=update, seconds=1.0) for update in updates], restarts
 
 
-def test_no_restart_after_three_attempts_without_an_update(tmp_path):
+def test_a_job_is_not_restarted_after_three_attempts_without_an_update(tmp_path):
     found, restarts = waits(tmp_path, [0, 0, 0])
     assert found == [1.0, 2.0, None]
     assert restarts.why_not == "3 attempts in a row have not finished a single update"
@@ -44,7 +44,7 @@ def test_an_attempt_with_an_update_resets_the_count(tmp_path):
     assert waits(tmp_path, [7, 7], most=1)[0] == [0.0, None]
 
 
-def test_each_attempt_has_its_own_folder(tmp_path):
+def test_each_attempt_has_its_own_log_folder(tmp_path):
     (tmp_path / "attempt_0").write_text("a file of the user's")
     first = LogDir(tmp_path)
     assert [first.new_attempt().name for _ in range(2)] == ["attempt_1", "attempt_2"]
@@ -90,7 +90,7 @@ def test_a_log_folder_of_another_user_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["worker_0.log", "failures.jsonl", "launcher.log"])
-def test_no_link_in_a_log_folder_is_followed(tmp_path, name):
+def test_links_in_a_log_folder_are_not_followed(tmp_path, name):
     thesis = tmp_path / "thesis.txt"
     thesis.write_text("all chapters")
     (tmp_path / name).symlink_to(thesis)
@@ -101,7 +101,7 @@ def test_no_link_in_a_log_folder_is_followed(tmp_path, name):
     assert thesis.read_text() == "all chapters"
 
 
-def test_another_hosts_clock_does_not_say_who_failed_first(monkeypatch):
+def test_the_time_of_a_failure_is_converted_from_the_clock_of_its_host(monkeypatch):
     """Convert the time of a failure two seconds ago from a host whose clock is an hour ahead."""
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
@@ -120,7 +120,7 @@ def find(folder, ends, *exited, num_ranks=2):
     return find_failure(snapshot, [SimpleNamespace(lost="")], Attempt(0, "mpi", [], str(folder), [num_ranks]))
 
 
-def test_a_rank_that_was_ended_for_anothers_failure_is_not_to_blame(tmp_path):
+def test_a_rank_ended_by_sigterm_is_not_blamed_for_the_failure(tmp_path):
     failure = find(tmp_path, {}, ExitedProcess(0, -15), ExitedProcess(1, -9))
     assert (failure.rank, failure.exit_code) == (1, 137)
 

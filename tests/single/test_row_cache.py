@@ -1,4 +1,4 @@
-"""The rows of tokens are kept in a file."""
+"""Test the cache of tokenized rows: when it is read, when it is rebuilt, and where rows stay in memory."""
 
 import pickle
 
@@ -19,8 +19,9 @@ def refuse():
     raise AssertionError("made again")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("broken", [b"", b"x" * 600, None])
-def test_broken_cache_is_made_again_and_a_whole_one_is_read(tmp_path, broken):
+def test_a_damaged_row_cache_is_rebuilt_and_a_valid_one_is_read(tmp_path, broken):
     cached(str(tmp_path), "a", made)
     [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1] + b"\1" if broken is None else broken)
@@ -37,7 +38,7 @@ def test_broken_cache_is_made_again_and_a_whole_one_is_read(tmp_path, broken):
         assert each[1]["input_ids"].tolist() == [5, 6, 7]
 
 
-def test_rows_for_other_hosts_do_not_need_the_file(tmp_path):
+def test_rows_sent_to_other_hosts_do_not_need_the_cache_file(tmp_path):
     cached(str(tmp_path), "a", made)
     rows, *_ = cached(str(tmp_path), "a", refuse)
     sent = pickle.dumps(rows.in_memory())
@@ -46,7 +47,8 @@ def test_rows_for_other_hosts_do_not_need_the_file(tmp_path):
     assert pickle.loads(sent)[0]["input_ids"].tolist() == [5, 6, 7, 5, 6, 7]
 
 
-def test_the_key_changes_with_texts_their_order_and_the_settings():
+@pytest.mark.core
+def test_the_cache_key_changes_with_texts_order_and_settings():
     one, other = (Conversation([{"role": "user", "content": text}]) for text in ("a", "b"))
     settings = ["tokenizer", 64]
     keys = [

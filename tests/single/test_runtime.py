@@ -1,3 +1,5 @@
+"""Test the cores and threads of a rank, and the seeds of its steps."""
+
 from __future__ import annotations
 
 import json
@@ -14,7 +16,7 @@ from mindnlp_dp.runtime.random_state import seeded, step_seed
 from mindnlp_dp.runtime.threads import cores_granted, num_operator_threads, own_cores, split_cores
 
 
-def test_split_cores_literally():
+def test_split_cores_gives_each_process_a_block_of_cores():
     assert split_cores([0, 1], 2, 1) == (1,)
     assert [split_cores([0, 1, 2, 3, 4], 2, i) for i in range(2)] == [(0, 1, 2), (3, 4)]
     assert [split_cores([3, 5], 3, i) for i in range(3)] == [(3,), (5,), (3,)]
@@ -62,7 +64,7 @@ V1_FOLDER, V2_FOLDER = "/sys/fs/cgroup/cpu,cpuacct", "/sys/fs/cgroup"
         ({**V1, f"{V1_FOLDER}/cpu.cfs_quota_us": "50000\n", f"{V1_FOLDER}/cpu.cfs_period_us": "100000\n"}, 0.5),
     ],
 )  # fmt: skip
-def test_cores_granted_by_cgroups(files, granted):
+def test_the_cpu_quota_is_read_from_cgroups(files, granted):
     assert cores_granted(lambda file: files.get(file, "")) == granted
 
 
@@ -70,7 +72,7 @@ def test_cores_granted_by_cgroups(files, granted):
     ("num_cores", "granted", "num_processes", "threads"),
     [(4, None, 2, 4), (4, 4.0, 2, 2), (4, 16.0, 2, 4), (4, 3.0, 2, 1), (1, 0.5, 2, 1)],
 )
-def test_operator_threads_fit_the_quota(num_cores, granted, num_processes, threads):
+def test_the_number_of_operator_threads_fits_the_cpu_quota(num_cores, granted, num_processes, threads):
     assert num_operator_threads(num_cores, granted, num_processes) == threads
 
 
@@ -124,7 +126,7 @@ def configure(*arguments, cores=None):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_rank_gets_its_share_of_the_cores_and_a_thread_for_each():
+def test_a_rank_gets_its_own_cores_and_one_thread_per_core():
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) != os.cpu_count() or len(cores) < 2:
         pytest.skip("needs two cores that this process may use")
@@ -137,10 +139,10 @@ def test_a_bound_process_stays_bound_with_one_thread():
     assert configure("CPU", "1", "2", cores=[core]) == [[core], 1, True, [core]]
 
 
-def test_the_users_own_threads_win():
+def test_the_users_number_of_threads_is_kept():
     assert configure("CPU", "0", "1", "own")[1] is None
 
 
-def test_devices_are_not_touched():
+def test_cores_and_threads_are_not_set_on_devices():
     cores = sorted(os.sched_getaffinity(0))
     assert configure("Ascend", "0", "2") == [cores, None, False, cores]

@@ -1,3 +1,5 @@
+"""Test which samples each rank reads in each update, as tables and as properties for any sizes."""
+
 from __future__ import annotations
 
 import sys
@@ -37,7 +39,7 @@ def joined(per_rank):
     return [int(i) for micro_step in zip(*per_rank) for micro in micro_step for i in micro]
 
 
-def test_a_literal_table():
+def test_ten_samples_are_sharded_over_two_ranks_and_two_micro_steps():
     """Split ten samples over two ranks, in two micro-steps of two samples: a full global batch and a short one."""
     sampler = GlobalBatchSampler(10, 2, world_size=2, accumulation_steps=2, shuffle=False)
     assert (sampler.global_batch_size, sampler.num_updates) == (8, 2)
@@ -47,18 +49,18 @@ def test_a_literal_table():
     ]
 
 
-def test_a_literal_table_with_ranks_that_get_nothing():
+def test_a_short_batch_leaves_some_ranks_without_samples():
     sampler = GlobalBatchSampler(6, 1, world_size=4, shuffle=False)
     assert read(sampler) == [[[[0]], [[4]]], [[[1]], [[5]]], [[[2]], [[]]], [[[3]], [[]]]]
 
 
-def test_drop_leaves_the_short_batch_out():
+def test_uneven_drop_leaves_out_the_short_batch():
     sampler = GlobalBatchSampler(10, 2, world_size=2, uneven="drop", shuffle=False)
     assert read(sampler) == [[[[0, 1]], [[4, 5]]], [[[2, 3]], [[6, 7]]]]
 
 
 @given(epoch=st.integers(0, 3), seed=st.integers(0, 5), **SIZES)
-def test_the_union_is_the_data_set_at_every_world_size(epoch, seed, **sizes):
+def test_the_union_of_all_ranks_is_the_data_set_at_every_world_size(epoch, seed, **sizes):
     sampler = GlobalBatchSampler(seed=seed, **sizes)
     shards = read(sampler, epoch)
     assert sorted(i for rank in shards for mine in rank for micro in mine for i in micro) == list(
@@ -97,7 +99,7 @@ def test_the_global_batches_do_not_depend_on_the_number_of_ranks(num_samples, se
 
 
 @given(num_samples=st.integers(30, 100), start=st.integers(0, 3))
-def test_a_later_start_reads_the_rest_of_the_same_sequence(num_samples, start):
+def test_a_resumed_sampler_reads_the_rest_of_the_same_sequence(num_samples, start):
     sampler = GlobalBatchSampler(num_samples, 3, world_size=2)
     for rank, resumed in zip(read(sampler, 1), read(sampler, 1, start)):
         assert resumed == rank[start:]
@@ -107,7 +109,7 @@ def test_a_later_start_reads_the_rest_of_the_same_sequence(num_samples, start):
     num_samples=st.integers(20, 100), sizes=st.lists(st.integers(1, 20), min_size=1, max_size=5),
     updates=st.integers(0, 3), uneven=st.sampled_from(["keep", "drop"]),
 )  # fmt: skip
-def test_batches_of_other_sizes_read_the_rest_of_the_same_sequence(num_samples, sizes, updates, uneven):
+def test_a_changed_batch_size_reads_the_rest_of_the_same_sequence(num_samples, sizes, updates, uneven):
     """Read some updates of each size, then all remaining samples in batches of the last size."""
     order, read = epoch_order(num_samples, 0, 1), []
     for size in sizes:
@@ -126,7 +128,7 @@ def test_batches_of_other_sizes_read_the_rest_of_the_same_sequence(num_samples, 
     assert num_samples - len(read) < (1 if uneven == "keep" else sizes[-1])
 
 
-def test_order_is_a_function_of_seed_and_epoch():
+def test_the_epoch_order_depends_only_on_seed_and_epoch():
     orders = {(seed, epoch): tuple(epoch_order(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(set(orders.values())) == 4
     assert orders[1, 1] == tuple(epoch_order(50, 1, 1))
@@ -136,13 +138,13 @@ def test_order_is_a_function_of_seed_and_epoch():
 
 
 @given(num_items=st.integers(0, 50), num_parts=st.integers(1, 9))
-def test_split_evenly_covers_in_order(num_items, num_parts):
+def test_split_evenly_covers_all_items_in_order(num_items, num_parts):
     parts = [range(*split_evenly(num_items, num_parts, part)) for part in range(num_parts)]
     assert [i for part in parts for i in part] == list(range(num_items))
     assert [len(part) for part in parts] == sorted((len(part) for part in parts), reverse=True)
 
 
-def test_errors():
+def test_invalid_sampler_arguments_are_refused():
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         GlobalBatchSampler(10, 2, world_size=0)
     with pytest.raises(ValueError, match="the data set is empty"):
@@ -158,7 +160,7 @@ def test_errors():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 24, 31])
 @pytest.mark.parametrize("micro", [1, 3, 16])
-def test_a_global_batch_is_kept_by_any_number_of_ranks(world_size, micro):
+def test_samples_per_update_gives_the_same_batches_on_any_number_of_ranks(world_size, micro):
     fixed = GlobalBatchSampler(100, micro, world_size, accumulation_steps=9, samples_per_update=24)
     plain = GlobalBatchSampler(100, 24)
     assert fixed.global_batch_size == 24
@@ -176,17 +178,17 @@ def test_a_global_batch_is_kept_by_any_number_of_ranks(world_size, micro):
     ("plan", "expected"),
     [((10, 2.5), (25, 3)), ((10, 0.01), (1, 1)), ((10, 3, 7), (7, 1)), ((None, 3, 7), (7, sys.maxsize))],
 )
-def test_the_plan_of_a_run(plan, expected):
+def test_plan_updates_follows_epochs_and_max_steps(plan, expected):
     assert plan_updates(*plan) == expected
 
 
-def test_a_stream_needs_an_end():
+def test_a_stream_without_max_steps_is_refused():
     with pytest.raises(ValueError, match="has no length, so set max_steps"):
         plan_updates(None, 3)
 
 
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=300), batch_size=st.integers(1, 40))
-def test_grouping_by_length_is_an_order_with_the_longest_first(lengths, batch_size):
+def test_grouping_by_length_permutes_samples_with_the_longest_first(lengths, batch_size):
     lengths, order = np.array(lengths), epoch_order(len(lengths), 3, 1)
     grouped = grouped_by_length(order, lengths, batch_size)
     assert sorted(grouped) == list(range(len(lengths)))
@@ -198,7 +200,7 @@ def test_grouping_by_length_is_an_order_with_the_longest_first(lengths, batch_si
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_any_number_of_ranks_reads_the_same_groups(world_size):
+def test_grouping_by_length_is_the_same_on_any_number_of_ranks(world_size):
     lengths = np.random.default_rng(0).integers(1, 40, 64)
     sampler = GlobalBatchSampler(64, 3, world_size, samples_per_update=15, seed=1, lengths=lengths)
     alone = GlobalBatchSampler(64, 15, seed=1, lengths=lengths)
@@ -212,6 +214,6 @@ def sampler_of(sampler, update):
     return [list(sampler.shard_indices(rank, 0))[update] for rank in range(sampler.world_size)]
 
 
-def test_there_is_a_length_for_every_sample():
+def test_a_wrong_number_of_lengths_is_refused():
     with pytest.raises(ValueError, match="expected a length for each of 4 samples, got 3"):
         GlobalBatchSampler(4, 1, lengths=np.ones(3))

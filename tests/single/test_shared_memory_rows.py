@@ -1,4 +1,4 @@
-"""Tests the rows that ranks of a host share: they are found, verified and allocated by their ranks, or None on all."""
+"""Test the shared memory of the ranks of a host: how it is opened, verified, allocated and reused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Host:
         return [has_it, True]
 
 
-def test_what_was_opened_is_the_memory_that_was_made():
+def test_a_rank_opens_the_shared_memory_of_its_host():
     made = os.memfd_create("rows")
     os.ftruncate(made, 2 * 128)
     os.pwrite(made, b"n" * 16, 2 * 128)
@@ -46,7 +46,7 @@ def test_what_was_opened_is_the_memory_that_was_made():
 
 
 @pytest.mark.parametrize("what", ["another file", "another nonce", "a longer file", "nothing", "a folder"])
-def test_what_only_has_its_number_is_not_taken_for_it(what, tmp_path):
+def test_another_file_with_the_same_descriptor_number_is_refused(what, tmp_path):
     """Refuse a process and a descriptor with the same numbers that, in another PID namespace, are different ones."""
     with tempfile.TemporaryFile() as file:
         file.write(bytes(256) + (b"x" if what == "another nonce" else b"n") * (17 if what == "a longer file" else 16))
@@ -71,7 +71,7 @@ def test_every_rank_allocates_its_own_row(rank, monkeypatch):
     assert allocated == [(rank * 4096, 4096)]
 
 
-def test_no_room_is_no_memory(monkeypatch):
+def test_shared_rows_are_none_without_free_memory(monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -79,9 +79,9 @@ def test_no_room_is_no_memory(monkeypatch):
     assert allocate_shared_rows(Host(0), 4096) is None
 
 
-def test_hosts_with_other_numbers_of_ranks_are_told():
+def test_hosts_with_different_numbers_of_ranks_are_reported():
     assert why_not_shared([3, 3, 3]) == ""
-    assert why_not_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start as many on every host")
+    assert why_not_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start the same number on every host")
 
 
 def bucket():
@@ -97,7 +97,7 @@ def result_of(one, value):
     return result
 
 
-def test_memory_of_a_result_is_used_again_when_nobody_holds_it():
+def test_the_memory_of_a_released_result_is_reused():
     assert refcount_is_reliable(tensor_from_host)
     one = bucket()
     address = result_of(one, 1.0).data_ptr()
@@ -109,7 +109,7 @@ def test_memory_of_a_result_is_used_again_when_nobody_holds_it():
     assert (array == 3.0).all(), "a reader still looked at it"
 
 
-def test_a_loop_that_holds_its_gradients_until_it_has_the_next_uses_the_memory_of_two():
+def test_a_loop_that_keeps_its_last_gradients_alternates_two_arrays():
     one = bucket()
     seen = set()
     for value in range(6):
@@ -119,7 +119,7 @@ def test_a_loop_that_holds_its_gradients_until_it_has_the_next_uses_the_memory_o
     assert len(seen) == 2
 
 
-def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):
+def test_memory_is_not_reused_if_reference_counts_are_unreliable(monkeypatch):
     """Simulate tensors that share an array's memory without a reference to the array."""
     held = []
 

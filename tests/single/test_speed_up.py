@@ -17,7 +17,7 @@ WAYS = [way for way, _ in LAWS.values()]
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("num_devices", [1, 2, 7, 64])
-def test_closed_forms(num_devices, fraction):
+def test_amdahl_and_gustafson_match_their_closed_forms(num_devices, fraction):
     amdahl, gustafson = amdahl_speedup(num_devices, fraction), gustafson_speedup(num_devices, fraction)
     assert amdahl == pytest.approx(num_devices / (num_devices * (1 - fraction) + fraction))
     assert gustafson == pytest.approx(num_devices - (1 - fraction) * (num_devices - 1))
@@ -28,26 +28,26 @@ def test_closed_forms(num_devices, fraction):
         assert parallel_fraction(num_devices, gustafson, "gustafson") == pytest.approx(fraction)
 
 
-def test_limits():
+def test_speed_up_laws_have_their_limits_for_many_devices():
     assert amdahl_speedup(1e12, 0.95) == pytest.approx(20)
     assert gustafson_speedup(1e6, 0.95) == pytest.approx(950_000.05)
     assert throughput(400, 8, 0.5) == 1600
 
 
 @pytest.mark.parametrize("call", [lambda: amdahl_speedup(0, 0.5), lambda: gustafson_speedup(2, 1.5)])
-def test_what_is_out_of_range(call):
+def test_invalid_numbers_of_devices_and_fractions_are_refused(call):
     with pytest.raises(ValueError, match="expected 1 device or more and a fraction from 0 to 1"):
         call()
 
 
-def test_a_fraction_needs_something_to_compare():
+def test_parallel_fraction_refuses_one_device_and_unknown_laws():
     with pytest.raises(ValueError, match="a fraction needs 2 devices or more"):
         parallel_fraction(1, 1.0)
     with pytest.raises(ValueError, match='law must be "amdahl" or "gustafson", got \'moore\''):
         parallel_fraction(2, 1.5, "moore")
 
 
-def test_a_report(capsys, tmp_path):
+def test_the_scaling_report_fits_the_fractions_of_both_laws(capsys, tmp_path):
     """Check that measurements that follow the laws give their fractions, and that those above the laws give 1."""
     rates = {
         n: {"global batch stays": 100 * amdahl_speedup(n, 0.9), "rank's batch stays": 100 * gustafson_speedup(n, 0.95)}
@@ -69,11 +69,11 @@ def test_a_report(capsys, tmp_path):
     assert fit(better)["amdahl"]["fraction"] == 1.0
 
 
-def test_ranks_that_are_slower_than_one_predict_nothing(capsys):
+def test_no_speed_up_is_predicted_if_two_ranks_are_slower_than_one(capsys):
     fitted = fit({1: dict.fromkeys(WAYS, 100.0), 2: dict.fromkeys(WAYS, 80.0)})
     print_report(fitted)
     said = capsys.readouterr().out
-    assert said.count("note: 2 ranks are slower than one, which no fraction explains; nothing is predicted") == 2
+    assert said.count("note: 2 ranks are slower than one, so no parallel fraction fits, and no prediction is made") == 2
     assert [line.split()[0] for line in said.splitlines() if line[:7].strip().isdigit()] == ["1", "2"] * 2
     assert "0.0000" in said
 

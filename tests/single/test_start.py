@@ -57,7 +57,10 @@ CLASSIFIER = "finetune.py --train-file a.csv --test-file a.csv"
         (f"{CLASSIFIER} --pipeline-layers a", "layers of stages are written as 5,7"),
         (f"{CLASSIFIER} --model ./none", "the model ./none cannot be loaded: there is no such folder"),
         (f"{CLASSIFIER} --model .", "the model . cannot be loaded: the folder has no config.json"),
-        (f"{CLASSIFIER} --model adapters", "adapters has adapters, and no model; pass the model that they were"),
+        (
+            f"{CLASSIFIER} --model adapters",
+            "adapters/adapter_config.json does not describe adapters",
+        ),
         (f"{CLASSIFIER} --output-dir a.csv", "output_dir must name a folder, and a.csv is a file"),
         (f"{CLASSIFIER} --plan none.json", "none.json is not what mindnlp-dp plan --json writes"),
         ("finetune.py --dataset .", "the data set . "),
@@ -65,7 +68,7 @@ CLASSIFIER = "finetune.py --train-file a.csv --test-file a.csv"
         ("finetune_llm.py --template other", "template must be one of"),
     ],
 )
-def test_mistakes_are_found_before_mindspore_is_imported(folder, command, message):
+def test_invalid_flags_and_files_are_refused_before_mindspore_is_imported(folder, command, message):
     if "_llm" in command and mindnlp_series() == "0.5":
         pytest.skip("the recipe is for MindNLP 0.4")
     code, out, error = run(folder, *command.split(), HF_HUB_OFFLINE="1")
@@ -75,7 +78,7 @@ def test_mistakes_are_found_before_mindspore_is_imported(folder, command, messag
     assert out == "False\n"
 
 
-def test_more_ranks_than_samples_are_found_on_rank_0_alone(folder):
+def test_only_rank_0_refuses_more_ranks_than_samples(folder):
     variables = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}
     code, out, error = run(folder, *CLASSIFIER.split(), **variables)
     assert (code, out) == (1, "False\n")

@@ -24,7 +24,7 @@ def rank(**values):
     return RankHeartbeat(changes=1, pid=7, changed=time.monotonic(), has_joined=True, **values)
 
 
-def test_status_says_what_each_rank_does(tmp_path, monkeypatch):
+def test_status_shows_the_state_of_each_rank(tmp_path, monkeypatch):
     waits = rank(blocked_in="all_reduce of 4 ranks", since=time.monotonic() - 5, loss=float("inf"))
     failed = RankHeartbeat(changes=1, exit_code=9, ended=1.0)
     ranks = [rank(update=3, speed={"mfu": 0.5}), rank(), waits, failed, RankHeartbeat()]
@@ -67,12 +67,12 @@ def test_a_folder_without_a_status_is_refused(tmp_path, text, capsys):
 @pytest.mark.parametrize(
     "change", [{"ranks": 3}, {"ranks": [{}]}, {"failures": [[]]}, {"speed": {"mfu": "x"}}, {"time": None}]
 )
-def test_a_status_that_no_launcher_wrote_is_refused(tmp_path, change, capsys):
+def test_an_invalid_status_file_is_refused(tmp_path, change, capsys):
     StatusFile([]).write(tmp_path, JobSnapshot([rank()]))
     path = tmp_path / "status.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     assert main(["status", str(tmp_path)]) == 2
-    assert "has a status that no launcher wrote" in capsys.readouterr().err
+    assert "has a status file that was not written by a launcher" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def log_dir(tmp_path):
 
 
 @pytest.mark.core
-def test_control_characters_of_files_do_not_reach_the_terminal(tmp_path, capsys):
+def test_control_characters_in_a_status_are_escaped(tmp_path, capsys):
     clears = "\x1b[2J\x1b]0;title\x07"
     failure = {**FAILURE, "what": f"killed{clears}\nrank 0 is fine\r\x9b1m\u202e"}
     ranks = [rank(blocked_in=f"all_reduce{clears}"), rank()]
@@ -96,7 +96,7 @@ def test_control_characters_of_files_do_not_reach_the_terminal(tmp_path, capsys)
     assert r"rank 1 killed\x1b[2J\x1b]0;title\x07\nrank 0 is fine\r\x9b1m\u202e; restart 1" in said
 
 
-def test_names_of_folders_are_printable_in_both_outputs(tmp_path, capsys):
+def test_control_characters_in_folder_names_are_escaped(tmp_path, capsys):
     folder = tmp_path / "a\x1b[31mb"
     folder.mkdir()
     assert main(["status", str(folder)]) == 2
@@ -110,7 +110,7 @@ def test_names_of_folders_are_printable_in_both_outputs(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("environ", [{}, {"PYTHONUNBUFFERED": "1"}])
-def test_status_that_is_read_in_part(tmp_path, environ):
+def test_a_closed_output_pipe_ends_status_without_a_traceback(tmp_path, environ):
     StatusFile([]).write(tmp_path, JobSnapshot([RankHeartbeat()] * 10_000))
     command = [sys.executable, "-m", "mindnlp_dp", "status", str(tmp_path)]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -124,7 +124,7 @@ def test_status_that_is_read_in_part(tmp_path, environ):
 @pytest.mark.parametrize(
     "command", [["status", "."], ["status", ".", "--json"], ["estimate", "--model", "roberta-base", "--batch", "8"]]
 )
-def test_a_full_disk_is_one_line_and_no_traceback(log_dir, command):
+def test_output_to_a_full_disk_gives_an_error_without_a_traceback(log_dir, command):
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "mindnlp_dp", *command], cwd=log_dir, stdout=full, stderr=subprocess.PIPE, text=True,
@@ -134,6 +134,7 @@ def test_a_full_disk_is_one_line_and_no_traceback(log_dir, command):
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_text_in_any_language_is_printable():

@@ -25,13 +25,13 @@ def test_a_promise_has_a_core_test(promise, path, test):
     assert is_whole_file or re.search(r"\b(core|CORE_UNDER_MPI)\b", decorators_of(source, test)), promise
 
 
-def test_promises_are_many_and_told_once():
+def test_each_test_is_listed_for_one_promise():
     tests = [(path, test) for _, path, test in PROMISES]
     assert len(tests) > 80
     assert len(set(tests)) == len(tests)
 
 
-def test_decorators_are_those_of_the_test():
+def test_decorators_of_finds_those_of_the_test():
     source = "@core\ndef test_a():\n    pass\n\n\n@other(\n    1\n)\ndef test_b():\n    pass\n"
     assert decorators_of(source, "test_a") == "@core\n"
     assert decorators_of(source, "test_b") == "@other(\n    1\n)\n"

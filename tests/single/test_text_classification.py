@@ -1,8 +1,13 @@
+"""Test the recipe for text classification: files, labels, settings, scores and results."""
+
 from __future__ import annotations
 
+import bz2
 import csv
 import dataclasses
+import gzip
 import json
+import lzma
 import subprocess
 from pathlib import Path
 
@@ -10,13 +15,14 @@ import numpy as np
 import pytest
 
 from mindnlp_dp.finetuning.arguments import chosen, held_out
+from mindnlp_dp.finetuning.files import read_rows
 from mindnlp_dp.finetuning.progress import log_line
 from mindnlp_dp.finetuning.settings import InputError, parse_config
 from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.config import FinetuneConfig
-from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples
+from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples, texts_of
 from mindnlp_dp.text_classification.hub import load_examples
 from mindnlp_dp.text_classification.predictions import write_predictions
 from mindnlp_dp.text_classification.recorder import class_scores
@@ -31,7 +37,7 @@ def write(path, text):
     return str(path)
 
 
-def test_a_csv_with_commas_quotes_and_line_breaks(tmp_path):
+def test_a_csv_with_commas_quotes_and_line_breaks_is_read(tmp_path):
     path = write(tmp_path / "a.csv", 'text,category\n"one, ""two""\nthree",x\n\nfour,y\n')
     assert read_examples(path) == Examples(['one, "two"\nthree', "four"], ["x", "y"])
 
@@ -41,13 +47,13 @@ def test_quotes_in_a_tsv_are_text(tmp_path):
     assert read_examples(str(path)).texts == ['"not closed', 'said "so"', 'a "b" c']
 
 
-def test_a_tsv_with_the_label_in_front(tmp_path):
+def test_a_tsv_with_the_label_first_is_read(tmp_path):
     path = write(tmp_path / "a.tsv", b"\xef\xbb\xbflabel\ttext_a\n0\tgood day\n")
     assert read_examples(path) == Examples(["good day"], ["0"])
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t")])
-def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
+def test_a_text_longer_than_the_csv_field_limit_is_read(tmp_path, name, delimiter):
     limit = csv.field_size_limit()
     text = "word " * limit
     path = write(tmp_path / name, f"text{delimiter}label\n{text}{delimiter}x\n")
@@ -58,17 +64,18 @@ def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
     assert csv.field_size_limit() == limit
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,label\na,b,c\n", r"a.csv, line 2: 3 fields, but the header has 2"),
-        ("a.csv", 'text,label\n"a\nb",x\nc\n', r"a.csv, line 4: 1 fields, but the header has 2"),
+        ("a.csv", "text,label\na,b,c\n", r"a.csv, line 2: expected 2 fields, as in the header, got 3"),
+        ("a.csv", 'text,label\n"a\nb",x\nc\n', r"a.csv, line 4: expected 2 fields, as in the header, got 1"),
         (
             "a.tsv", 'label\ttext\n1\t"one\ntwo"\n',
-            "a.tsv, line 3: 1 fields, but the header has 2; quotes are text in TSV, so that no field can hold a line "
-            "break: if one does, save the file as CSV or JSON lines",
+            "a.tsv, line 3: expected 2 fields, as in the header, got 1; quotes are text in TSV, so that no field can "
+            "hold a line break: if one does, save the file as CSV or JSON lines",
         ),
-        ("a.tsv", "label\ttext\n1\ttwo\tthree\n", "a.tsv, line 2: 3 fields, but the header has 2$"),
+        ("a.tsv", "label\ttext\n1\ttwo\tthree\n", "a.tsv, line 2: expected 2 fields, as in the header, got 3$"),
         ("a.csv", "text,label\n ,x\n", "a.csv, line 2: the text is empty"),
         ("a.csv", "text,label\na,\n", "a.csv, line 2: the label is empty"),
         ("a.csv", "text,label\n", "a.csv: it has no rows below the header"),
@@ -94,21 +101,31 @@ def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
         ("a.jsonl", '\n{"text": "a \\ud83d b", "label": 0}', r"line 2: .ud83d is half of a character; remove it"),
         ("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000, "line 1: the JSON has too many levels"),
         ("a.jsonl", '{"label": ' + "9" * 5000 + "}", "line 1: Exceeds the limit"),
-        ("a.jsonl", '{"text": "a", "label": 1} {}', "line 1: text after the object"),
+        ("a.jsonl", '{"text": "a", "label": 1} {}', "line 1: \" {}\" after the object; expected one"),
         ("a.json", '[\n{"text": "a", "label": 1}\n{"text": "b"}]', "line 3: expected a comma, and another object"),
         ("a.json", '[\n{"text": "a", "label": 1},\n\n{"text": ]', "a.json, line 4: Expecting value"),
         ("a.json", '[{"text": "a", "label": 1}', "line 1: expected a comma, and .*, or ] at the end"),
         ("a.json", '[{"text": "a", "label": 1}] x', "line 1: expected a comma, and .*, or ] at the end"),
         ("a.json", "[ ]", "a.json: it has no rows"),
         ("a.json", '{"data":\n [{"text": "a", "label": 1}]}', "line 1: .* one JSON object per line, or a list"),
+        ("a.json", '[{"text": "a", "label": 1},\n]', "line 2: a comma before the ] at the end; remove it"),
+        ("a.jsonl", '{"text": "a", "label": 1},\n', 'line 1: "," after the object; expected one JSON object per line'),
+        ("a.csv", '{"text": "a", "label": 1}\n', "a.csv, line 1: this is JSON; name the file .jsonl or .json"),
+        ("a.tsv", '[\n{"text": "a", "label": 1}\n', "a.tsv, line 1: this is JSON; name the file .jsonl or .json"),
         ("a.parquet", "text,label\n", "a.parquet is not a Parquet file"),
+        ("a.csv", gzip.compress(b"text,label\na,b\n"), "a.csv is compressed by gzip; unpack it"),
+        ("a.jsonl", bz2.compress(b"{}"), "a.jsonl is compressed by bzip2; unpack it"),
+        ("a.csv", lzma.compress(b"text,label\na,b\n"), "a.csv is compressed by xz; unpack it"),
+        ("a.csv", b"PK\x03\x04\x14\x00", "a.csv is a zip archive, such as an Excel workbook; unpack it, or save the"),
+        ("a.tsv", b"PAR1\x15\x04", "a.tsv is a Parquet file; name it .parquet"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content, message):
+def test_invalid_files_are_refused_with_their_line(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message):
         read_examples(write(tmp_path / name, content))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("encoding", ["gbk", "utf-16-le", "big5", "cp1252"])
 @pytest.mark.parametrize("name", ["train data.csv", "a.jsonl"])
 def test_the_command_for_another_encoding_converts_the_file(tmp_path, encoding, name):
@@ -148,7 +165,43 @@ def test_forms_of_files_that_are_read(tmp_path):
     assert read_examples(str(tmp_path / "a.parquet")) == expected
 
 
-def test_labels_that_are_equal_are_one_class(tmp_path):
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("name", "content", "columns"),
+    [
+        ("a.csv", '"text, from a mail";label\none, two;x\nthree;y\n', "text, from a mail|label"),
+        ("a.csv", '"text; from a mail",label\n"one, two",x\nthree,y\n', "text; from a mail|label"),
+        ("a.csv", "text, from a mail;label\none, two;x\nthree;y\n", None),
+        ("a.csv", "text, from a mail;label\nthree;y\none, two;x\n", "text, from a mail|label"),
+        ("a.csv", "text\tlabel\none, two\tx\nthree\ty\n", "text|label"),
+        ("a.csv", '"text\nof a mail"|label\n"one\n""two"""|x\nthree|y\n', "text\nof a mail|label"),
+        ("a.csv", '"text\nof a mail",label\n"one\n""two"";",x\nthree,y\n', "text\nof a mail|label"),
+        ("a.csv", "text;id;label\n\none, two;1,5;x\nthree;2;y\n", "text|label"),
+        ("a.tsv", "text, of a mail\tlabel\none, two\tx\nthree\ty\n", "text, of a mail|label"),
+    ],
+)  # fmt: skip
+def test_the_separator_is_found_beside_other_marks(tmp_path, name, content, columns):
+    path = write(tmp_path / name, content)
+    if columns is None:
+        # Both marks divide header and row in two: the error shows what the comma has made of the header.
+        with pytest.raises(InputError, match="no label column; .* found text, from a mail;label"):
+            read_examples(path)
+        return
+    found = read_examples(path, Columns(*columns.split("|")))
+    assert sorted(found.labels) == ["x", "y"]
+    assert sorted(found.texts) in [["one, two", "three"], ['one\n"two"', "three"], ['one\n"two";', "three"]]
+
+
+def test_a_file_of_texts_alone(tmp_path):
+    for name, content in (("a.csv", 'text\n"one, two"\nthree; four\n'), ("a.tsv", "text\none, two\nthree; four\n")):
+        rows = read_rows(write(tmp_path / name, content))
+        assert texts_of(rows, Columns(), name) == ["one, two", "three; four"]
+    with pytest.raises(InputError, match="a.csv, line 3: expected 1 fields, as in the header, got 2"):
+        list(read_rows(write(tmp_path / "a.csv", "text\none\ntwo, three\n")))
+
+
+@pytest.mark.core
+def test_equal_labels_of_different_spelling_are_one_class(tmp_path):
     labels = [1, 1.0, "1", "caf\u00e9", "cafe\u0301", "caf\u00e9\u200b "]
     lines = "".join(json.dumps({"text": "a", "Text": "b", "label": label}) + "\n" for label in labels)
     path = write(tmp_path / "a.jsonl", lines)
@@ -156,7 +209,7 @@ def test_labels_that_are_equal_are_one_class(tmp_path):
     assert set(read_examples(path, Columns("Text")).texts) == {"b"}
 
 
-def test_json_lines_and_columns_by_name(tmp_path):
+def test_json_lines_are_read_with_columns_chosen_by_name(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"Question": "why?", "answer": 3}\n\n{"Question": "how?", "answer": 0}\n')
     assert read_examples(path, Columns("question", "answer")) == Examples(["why?", "how?"], ["3", "0"])
     with pytest.raises(InputError, match="no text column; there is none named text_b, found Question, answer"):
@@ -173,7 +226,7 @@ def saved_dataset(folder):
     return str(folder)
 
 
-def test_a_saved_data_set_with_named_labels(tmp_path):
+def test_a_saved_data_set_with_named_labels_is_read(tmp_path):
     folder = saved_dataset(tmp_path / "saved")
     assert load_examples(folder, "validation") == Examples(["poor", "fine"], ["bad", "good"])
     with pytest.raises(InputError, match="has no split test; it has train, validation"):
@@ -188,7 +241,7 @@ def test_a_saved_data_set_with_named_labels(tmp_path):
         ([[0], [1]], "must be one text or number"),
     ],
 )
-def test_wrong_labels_of_a_data_set(tmp_path, labels, message):
+def test_invalid_labels_of_a_data_set_are_refused(tmp_path, labels, message):
     from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
     names = ClassLabel(names=["bad", "good"])
@@ -198,7 +251,7 @@ def test_wrong_labels_of_a_data_set(tmp_path, labels, message):
         load_examples(str(tmp_path / "saved"), "train")
 
 
-def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):
+def test_a_folder_of_csv_files_is_read_as_a_data_set(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
@@ -206,7 +259,7 @@ def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):
     assert load_examples(str(tmp_path / "data"), "test") == Examples(["test text", "other"], ["x", "y"])
 
 
-def test_a_hub_name_without_a_network_gives_one_sentence(monkeypatch):
+def test_a_hub_name_without_network_is_refused_in_one_sentence(monkeypatch):
     import datasets
     import huggingface_hub
 
@@ -216,7 +269,7 @@ def test_a_hub_name_without_a_network_gives_one_sentence(monkeypatch):
         load_examples("nobody/nothing", "train")
 
 
-def test_a_missing_file_and_a_folder(tmp_path):
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     with pytest.raises(InputError, match="none.csv: the file does not exist"):
         read_examples(str(tmp_path / "none.csv"))
     (tmp_path / "folder.csv").mkdir()
@@ -224,13 +277,13 @@ def test_a_missing_file_and_a_folder(tmp_path):
         read_examples(str(tmp_path / "folder.csv"))
 
 
-def test_an_unknown_label_is_named_with_its_row():
+def test_an_unknown_label_is_refused_with_its_row():
     assert label_ids(["b", "a"], ["a", "b"], "test.csv") == [1, 0]
     with pytest.raises(InputError, match=r"test.csv, row 2: the label 'c' does not occur in the training split"):
         label_ids(["a", "c"], ["a", "b"], "test.csv")
 
 
-def test_cldr_phrases():
+def test_cldr_phrases_are_split_without_overlap():
     train, test = cldr_phrases()
     assert (train, test) == cldr_phrases()
     assert set(train.labels) == set(test.labels) == set(LANGUAGES)
@@ -241,7 +294,7 @@ def test_cldr_phrases():
     assert dict(zip(train.texts + test.texts, train.labels + test.labels))["Deutschland"] == "de"
 
 
-def test_tokens_have_robertas_layout():
+def test_tokens_have_the_layout_of_roberta():
     texts = ["the red house", "the green house", "the red tree", "the green tree"] * 5
     tokenizer = train_tokenizer(texts, vocab_size=300, max_length=6)
     columns, truncated = encode(tokenizer, ["the red house", "the unseen words of a long text"])
@@ -262,7 +315,7 @@ def test_tokenizer_and_splits_are_deterministic():
         np.testing.assert_array_equal(first.test[name], second.test[name])
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+def test_flags_override_the_config_file_and_the_file_the_defaults(tmp_path):
     path = write(tmp_path / "c.yaml", "num_epochs: 7\nlearning_rate: 3e-4\ntune_runtime: false\n")
     config = parse_config(FinetuneConfig, ["--config", path, "--num-epochs", "1.5"])
     assert (config.num_epochs, config.learning_rate, config.tune_runtime, config.seed) == (1.5, 3e-4, False, 42)
@@ -288,7 +341,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         ("train_file: a.csv\ntest_file: b.csv\ndataset: c\n", "are two sources of data; choose one"),
     ],
 )
-def test_what_is_wrong_with_a_config_is_said(tmp_path, content, message):
+def test_invalid_config_files_are_refused(tmp_path, content, message):
     with pytest.raises(InputError, match=message):
         parse_config(FinetuneConfig, ["--config", write(tmp_path / "c.yaml", content)])
 
@@ -306,7 +359,7 @@ def test_what_is_wrong_with_a_config_is_said(tmp_path, content, message):
         (LanguageModelingConfig, "--model a/folder --lora-rank 8", 2e-4),
     ],
 )
-def test_the_learning_rate_follows_the_model(kind, flags, expected):
+def test_the_default_learning_rate_depends_on_the_model(kind, flags, expected):
     assert parse_config(kind, flags.split()).learning_rate == expected
     with pytest.raises(InputError, match="learning_rate must be positive, or 0 for the usual one, got -1.0"):
         parse_config(kind, [*flags.split(), "--learning-rate=-1"])
@@ -321,7 +374,7 @@ def test_every_shipped_config_is_valid(pytestconfig):
         assert all(word in head for word in ("# command", "# hardware", "# time", "# result", "# run")), path
 
 
-def test_files_are_complete_or_not_there(tmp_path):
+def test_atomic_write_leaves_complete_files_or_none(tmp_path):
     target = tmp_path / "out" / "report.json"
     with pytest.raises(RuntimeError), atomic_write(target) as temporary:
         temporary.write_text("half")
@@ -339,7 +392,7 @@ def test_files_are_complete_or_not_there(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
-def test_summary(tmp_path):
+def test_the_summary_shows_memory_synchronization_and_digest(tmp_path):
     report = {
         "world_size": 2, "backend": "mpi", "train_samples_per_second": 800.4, "steps": 20, "global_batch_size": 8,
         "train_seconds": 1.0, "gradient_sync_share": 0.031, "peak_memory_bytes": 3 << 29,
@@ -354,7 +407,7 @@ def test_summary(tmp_path):
     assert "replicas in sync  yes, digest 0123456789abcdef" in text
 
 
-def test_without_matplotlib_everything_else_is_written(tmp_path, monkeypatch, capsys):
+def test_results_without_matplotlib_are_written_without_a_plot(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     write_results(tmp_path / "out", {"history": [], "num_labels": 2}, lambda folder: Path(folder).mkdir())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model", "report.json"]
@@ -387,12 +440,12 @@ def test_every_setting_has_a_help_text():
         ("--lora-rank 4", "lora_rank is for a pretrained model; pass --model FOLDER"),
     ],
 )
-def test_settings_that_do_not_fit_are_errors(flags, message):
+def test_invalid_and_contradicting_flags_are_refused(flags, message):
     with pytest.raises(InputError, match=message):
         parse_config(FinetuneConfig, flags.split())
 
 
-def test_scores_of_classes_in_closed_form():
+def test_class_scores_match_the_closed_form():
     """The class c is neither a label nor predicted; d is predicted only."""
     predictions = np.eye(4)[[0, 0, 1, 3, 1]]
     scores = class_scores(predictions, np.array([0, 0, 0, 1, 1]), "abcd")
@@ -403,18 +456,19 @@ def test_scores_of_classes_in_closed_form():
     ]
 
 
+@pytest.mark.core
 def test_samples_are_chosen_by_the_seed_and_held_out_by_label():
     assert chosen(100, 10, 1).tolist() == sorted(set(chosen(100, 10, 1).tolist())) != chosen(100, 10, 2).tolist()
     labels = np.repeat(["a", "b", "c"], [50, 10, 1])
     is_held_out = held_out(labels, 0.2, 3)
     assert [int(is_held_out[labels == label].sum()) for label in "abc"] == [10, 2, 0]
-    with pytest.raises(InputError, match=r"^a.csv has 1 rows of its most frequent label, and .*\(at least 5\)"):
+    with pytest.raises(InputError, match=r"^a.csv: .* of its most frequent label \(1\) .*\(at least 5\)"):
         held_out(np.array(["a", "b"]), 0.2, 3, "a.csv")
-    with pytest.raises(InputError, match=r"^a.jsonl has 1 rows, and test_fraction 0.1 of them is less than one row"):
+    with pytest.raises(InputError, match=r"^a.jsonl: test_fraction 0.1 of its rows \(1\) is less than one row"):
         held_out(np.zeros(1, int), 0.1, 3, "a.jsonl")
 
 
-def test_a_file_without_a_test_file_is_split(tmp_path):
+def test_test_fraction_splits_the_training_file(tmp_path):
     rows = [f"text {number},{'ab'[number % 2]}" for number in range(40)]
     path = write(tmp_path / "a.csv", "\n".join(["text,label", *rows, ""]))
     splits = read_splits(FinetuneConfig(train_file=path, test_fraction=0.25, max_train_samples=7))
@@ -423,12 +477,14 @@ def test_a_file_without_a_test_file_is_split(tmp_path):
     assert splits.labels[1].tolist().count(0) == 5
 
 
+@pytest.mark.core
 def test_predictions_are_written_in_the_order_of_the_file(tmp_path):
     write_predictions(tmp_path, ["one, two", "three"], np.log([[0.2, 0.8], [0.5, 0.5]]), ["x", "y"])
     expected = 'text,label,probability\r\n"one, two",y,0.800000\r\nthree,x,0.500000\r\n'
     assert (tmp_path / "predictions.csv").read_bytes().decode() == expected
 
 
+@pytest.mark.core
 def test_dynamic_padding_trims_to_the_longest_text_of_a_micro_batch():
     rows = [{"input_ids": np.array([0, 0, 5, 6, 0]), "attention_mask": np.array(mask), "labels": 1} for mask in (
         [0, 0, 1, 1, 0], [0, 1, 1, 0, 0])]  # fmt: skip
@@ -438,7 +494,7 @@ def test_dynamic_padding_trims_to_the_longest_text_of_a_micro_batch():
     assert batch["labels"].tolist() == [1, 1]
 
 
-def test_log_lines():
+def test_log_lines_show_loss_norm_rate_and_speed():
     row = {"loss": 0.51234, "grad_norm": 1, "learning_rate": 2e-3, "epoch": 0.5, "samples_per_second": 431.4}
     line = "update   7/100  epoch   0.50  loss   0.5123  norm    1.000  rate 2.00e-03      431 samples/s"
     assert log_line(row, 7, 100) == line

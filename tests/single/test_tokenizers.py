@@ -57,7 +57,7 @@ def test_a_pretrained_tokenizer_is_the_same_after_it_is_saved(tmp_path, kind):
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", tokenizer_kinds.PRETRAINED)
-def test_folders_of_newer_versions_of_transformers_are_read(tmp_path, kind):
+def test_tokenizer_folders_of_newer_transformers_are_read(tmp_path, kind):
     tokenizer = tokenizer_kinds.pretrained(kind)
     tokenizer.save_pretrained(str(tmp_path))
     path = tmp_path / "tokenizer.json"
@@ -72,7 +72,7 @@ def test_folders_of_newer_versions_of_transformers_are_read(tmp_path, kind):
 
 
 @needs_0_4
-def test_classes_and_merges_that_only_newer_versions_know(tmp_path):
+def test_unknown_tokenizer_classes_are_read_and_merges_with_spaces_are_refused(tmp_path):
     tokenizer_kinds.pretrained("byte-level").save_pretrained(str(tmp_path))
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "TokenizersBackend"}))

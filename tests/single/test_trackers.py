@@ -102,13 +102,13 @@ def test_a_resumed_run_continues_its_curves(tmp_path, monkeypatch, name):
     assert sorted(resumed["eval/loss"]) == expected["eval/loss"]
 
 
-def test_names():
+def test_unknown_tracker_names_are_refused():
     assert trackers.tracker_names(None) == trackers.tracker_names("none") == trackers.tracker_names(["none"]) == []
-    with pytest.raises(ValueError, match="report_to names 'wandb', which is none of tensorboard, swanlab, mlflow"):
+    with pytest.raises(ValueError, match="report_to names 'wandb', expected tensorboard, swanlab, mlflow"):
         trackers.tracker_names("wandb")
 
 
-def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", (trackers.MLflow, "no_such_package"))
     with pytest.raises(ValueError, match="needs the package no_such_package, which is not installed: pip install"):
         run(tmp_path, "mlflow")
@@ -123,5 +123,5 @@ def test_a_tracker_that_fails_does_not_end_training(tmp_path, monkeypatch):
             raise ConnectionError("no network")
 
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", (Broken, "json"))
-    with pytest.warns(RuntimeWarning, match="mlflow gets no more of this run: ConnectionError: no network"):
+    with pytest.warns(RuntimeWarning, match="mlflow does not log this run any more: ConnectionError: no network"):
         assert run(tmp_path, "mlflow").state.global_step == 8

@@ -1,4 +1,4 @@
-"""Compares training at world size 1 with MindNLP's own Trainer: the wrapper changes nothing."""
+"""Test the Trainer at world size 1: training, saving and loading as with MindNLP's own Trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pipeline(rows):
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
-def test_the_same_weights_and_losses_as_the_stock_trainer(tmp_path, optim):
+def test_one_process_trains_the_same_weights_as_the_stock_trainer(tmp_path, optim):
     rows = Rows(22)
     settings = {
         "per_device_train_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-2, "optim": optim,
@@ -104,7 +104,7 @@ class MakesItsArguments(Trainer):
         (Trainer, lambda kind, model, args, rows: kind(model, args, None, rows)),
     ],
 )
-def test_a_trainer_with_a_constructor_of_its_own_trains(tmp_path, kind, call):
+def test_a_trainer_with_its_own_constructor_trains(tmp_path, kind, call):
     mixed = type(f"DataParallel{kind.__name__}", (dp.DataParallelTrainerMixin, kind), {})
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, max_steps=2, save_strategy="no")
     trainer = call(mixed, tiny_roberta(), args, Rows(8))
@@ -114,7 +114,7 @@ def test_a_trainer_with_a_constructor_of_its_own_trains(tmp_path, kind, call):
     assert trainer.train().global_step == 2
 
 
-def test_mindnlps_dpo_trainer_is_refused_and_is_wrong(tmp_path):
+def test_the_dpo_trainer_of_mindnlp_is_refused_because_it_sums_logits(tmp_path):
     import mindspore
     from mindnlp.trl import DPOConfig, DPOTrainer
 
@@ -126,7 +126,7 @@ def test_mindnlps_dpo_trainer_is_refused_and_is_wrong(tmp_path):
     assert DPOTrainer.get_batch_logps(logits, labels)[0].asnumpy() == pytest.approx([14.0])
 
 
-def test_the_hook_leaves_gradients_as_they_are(tmp_path):
+def test_update_gradient_by_distributed_type_does_not_change_gradients(tmp_path):
     model = tiny_roberta()
     trainer = dp.DataParallelTrainer(model, dp.DataParallelArguments(str(tmp_path)), train_dataset=Rows(4))
     from mindspore import ops
@@ -137,7 +137,7 @@ def test_the_hook_leaves_gradients_as_they_are(tmp_path):
     assert all((parameter.grad.asnumpy() == 3).all() for parameter in model.parameters())
 
 
-def test_a_group_is_needed(tmp_path, monkeypatch):
+def test_a_trainer_without_a_process_group_is_refused(tmp_path, monkeypatch):
     from mindnlp_dp.communication import default_group
 
     monkeypatch.setattr(default_group, "_group", None)

@@ -22,7 +22,7 @@ from library import is_0_5
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.directory import checkpoints_in
 from mindnlp_dp.commands.main import main
-from mindnlp_dp.finetuning.saved_model import load_causal_lm
+from mindnlp_dp.finetuning.saved_model import load_saved
 from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
 from models import train
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_opens_in_transformers(tmp_path, torch_python, kind):
     np.testing.assert_allclose(found, logits_by_mindnlp(trainer.model, rows), atol=1e-4)
 
 
-def test_adapters_open_in_peft(tmp_path, torch_python):
+def test_lora_adapters_open_in_peft(tmp_path, torch_python):
     dp.init_process_group()
     kind = "llama" + tiny_transformers.LORA
     base = tiny_transformers.build("llama")
@@ -209,7 +209,7 @@ json.dump(found, open(output, "w"))
 
 
 @pytest.mark.parametrize("kind", chat_models.CASES)
-def test_an_answer_ends_where_it_should_in_transformers(monkeypatch, tmp_path, torch_python, kind):
+def test_generation_stops_at_the_end_of_a_chat_turn_in_transformers(monkeypatch, tmp_path, torch_python, kind):
     _, end = chat_models.train(monkeypatch, tmp_path, kind)
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = " ".join(chat_models.WORDS[:3])
@@ -224,13 +224,13 @@ def test_an_answer_ends_where_it_should_in_transformers(monkeypatch, tmp_path, t
     [("qwen base", []), ("qwen base", ["--use-rslora"]), ("qwen base", ["--use-dora"]), ("gpt2", ["--use-dora"])],
     ids=str,
 )
-def test_adapters_and_the_model_that_they_are_merged_into_open_with_one_result(
+def test_lora_adapters_and_the_merged_model_give_the_same_logits_in_pytorch(
     monkeypatch, tmp_path, torch_python, kind, flags
 ):
     folder = chat_models.train_adapters(monkeypatch, tmp_path, kind, *flags, "--max-steps", 20)
     assert main(["export", str(tmp_path / "out"), str(tmp_path / "merged"), "--merge-lora"]) == 0
     rows = np.arange(4, 24).reshape(2, 10)
-    expected = logits_by_mindnlp(load_causal_lm(str(folder)), rows)
+    expected = logits_by_mindnlp(load_saved(str(folder)), rows)
     found = logits_by_torch(torch_python, tmp_path / "merged", rows, tmp_path)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     found = logits_by_torch(torch_python, tmp_path / "base", rows, tmp_path, adapters=folder)

@@ -6,7 +6,7 @@ update of a model takes
     FLOPs / rate + values moved / bandwidth + attention scores / rate + random numbers / rate
     + calls x seconds per call + gradients / rate + parameters / rate,
 
-each counted by the planner's own graph of the model. The seven coefficients, none below 0, minimise the sum of squared
+each counted by the planner's own graph of the model. The seven coefficients, none below 0, minimize the sum of squared
 relative errors.
 """
 

@@ -300,7 +300,7 @@ def run_device_report(devices: Sequence[int], path: Path) -> int:
     """
     if len(devices) < 2 or len(set(devices)) != len(devices):
         given = ",".join(map(str, devices))
-        raise ValueError(f"--devices takes two different numbers or more, such as 0,1; got {given}")
+        raise ValueError(f"--devices takes two or more different numbers, such as 0,1; got {given}")
     device = default_device(os.environ)
     if device not in DEVICES:
         raise ValueError(f"DEVICE_TARGET is {device}, expected {', '.join(DEVICES)}")
@@ -329,7 +329,7 @@ def run_device_report(devices: Sequence[int], path: Path) -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         with atomic_write(path) as file:
-            file.write_text(render(devices, checks, None if checks else "no check ended"), encoding="utf-8")
+            file.write_text(render(devices, checks, None if checks else "no check has finished"), encoding="utf-8")
     print(f"written to {path}")
     return int(not all(check.holds for check in checks))
 

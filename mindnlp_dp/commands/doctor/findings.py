@@ -84,7 +84,10 @@ def run_doctor() -> int:
             if finding.advice:
                 problems += 1
                 print(f"         -> {finding.advice}", flush=True)
-    print("\nnothing to mend" if not problems else f"\n{problems} to mend; mend them from the top, and run this again")
+    if problems > 1:
+        print(f"\n{problems} problems found; fix them from the top, and run this again")
+    else:
+        print("\n1 problem found; fix it, and run this again" if problems else "\nno problems found")
     return int(problems > 0)
 
 
@@ -97,7 +100,7 @@ def _sections() -> Iterator[tuple[str, Iterable[Finding]]]:
     imports = list(check_imports(os.environ))
     yield "Imports", imports
     can_import = not any(finding.advice for finding in imports)
-    yield "Backends, tried with two processes", check_backends(os.environ, can_import=can_import)
+    yield "Backends, tested with two processes", check_backends(os.environ, can_import=can_import)
 
 
 # The machine and the shell.
@@ -204,7 +207,7 @@ def check_installed(
             optional = " (only the mpi backend needs it)" if name in _OF_MPI else ""
             yield Finding(f"{name} is not installed{optional}", install)
         elif not requirement.specifier.contains(version, prereleases=True):
-            yield Finding(f"{name} {version} does not fit, {requirement.specifier} does", install)
+            yield Finding(f"{name} {version} is not supported, expected {requirement.specifier}", install)
         else:
             yield Finding(f"{name} {version}")
     if {"mindnlp", "mindspore"} <= installed.keys():
@@ -286,7 +289,8 @@ def _import(what: str, code: str, environ: Mapping[str, str]) -> tuple[dict[str,
         return _last_json(done.stdout), None
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     mend = (
-        "mend the versions above; where they fit, pip install --force-reinstall " + BEST[mindnlp_series()][what.lower()]
+        "fix the versions above; if they are right, pip install --force-reinstall "
+        + BEST[mindnlp_series()][what.lower()]
     )
     return {}, Finding(f"{what} cannot be imported: {last}", mend)
 
@@ -328,11 +332,11 @@ def check_backends(environ: Mapping[str, str], *, can_import: bool) -> Iterator[
         "mindspore": "see the log; a firewall that closes ports of 127.0.0.1 is a usual cause",
     }.items():
         if not can_import:
-            yield Finding(f"{backend}: not tried, because of the imports above")
+            yield Finding(f"{backend}: not tested, because the imports above failed")
         elif backend == "mpi" and find_mpirun() is None:
-            yield Finding("mpi: not tried, because mpirun is missing")
+            yield Finding("mpi: not tested, because mpirun is missing")
         elif backend == "mpi" and device != "CPU":
-            # Without DEVICE_TARGET, ranks of MPI use the CPU; what fails there need not be mended for the device.
+            # Without DEVICE_TARGET, ranks of MPI use the CPU; what fails there need not be fixed for the device.
             tried = _try_backend(backend, advice, 2, {**environ, "DEVICE_TARGET": "CPU"})
             yield Finding(f"{tried.what}{_MPI_IS_OPTIONAL}" if tried.advice else tried.what)
         else:
@@ -360,6 +364,6 @@ def _try_backend(backend: str, advice: str, num_ranks: int, environ: Mapping[str
     shutil.rmtree(folder, ignore_errors=True)
     result = _last_json(done.stdout)
     return Finding(
-        f"{backend} works ({result['backend']}): together after {result['started']:.1f} s, "
+        f"{backend} works ({result['backend']}): connected after {result['started']:.1f} s, "
         f"4 MiB summed in {1000 * result['all_reduce']:.1f} ms"
     )

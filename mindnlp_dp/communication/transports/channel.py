@@ -78,7 +78,8 @@ class Channel(abc.ABC):
         if self.abandoned or self.is_superseded:
             reason = f" ({self.abandoned})" if self.abandoned else ""
             raise RuntimeError(
-                f"rank {rank} left the exchange of an update half way{reason}. If all ranks did, call train() again, "
+                f"rank {rank} left the exchange of an update before its end{reason}. If all ranks "
+                "did, call train() again, "
                 "or make a new synchronizer or train step, on all of them (on a device, start new processes); if not, "
                 "the others wait for this one: end the job"
             )

@@ -42,7 +42,7 @@ class PollingWait:
         while not all(request.Test() for request in requests):
             if self._gave_up.is_set():
                 _abandoned.append((requests, buffers))
-                raise AbandonedError("the exchange was given up")
+                raise AbandonedError("the exchange was aborted")
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
 

@@ -16,7 +16,7 @@ from mindnlp_dp.runtime.versions import mindspore_is_before
 
 
 # Versions: MindNLP 0.4.1. Cause: ChatGLM2 and ChatGLM3 build their layers with zero_init, which disables the
-# initialisation of nn.Linear for the rest of the process: the linear layers of every model built later are zero.
+# initialization of nn.Linear for the rest of the process: the linear layers of every model built later are zero.
 # Remove when: zero_init restores it.
 @around("mindnlp.transformers.ms_utils")
 def _initialisation_after_zero_init(module: types.ModuleType) -> Iterator[None]:
@@ -37,7 +37,7 @@ def _initialisation_after_zero_init(module: types.ModuleType) -> Iterator[None]:
     module.zero_init = zero_init  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1. Cause: the normalisation weights of ChatGLM2, 3 and 4 start as zeros or uninitialized memory,
+# Versions: MindNLP 0.4.1. Cause: the normalization weights of ChatGLM2, 3 and 4 start as zeros or uninitialized memory,
 # so in a model built from a configuration only the last bias has a gradient.
 # Remove when: they start as ones.
 @around("mindnlp.transformers.models.chatglm2.modeling_chatglm2")
@@ -54,8 +54,8 @@ def _norms_of_chatglm(module: types.ModuleType) -> Iterator[None]:
     module.RMSNorm.__init__ = init
 
 
-# Versions: MindNLP 0.4.1. Cause: ConvBERT initialises the weights of its layer normalisations with zeros and their
-# biases with ones, so no layer before the last normalisation has gradients.
+# Versions: MindNLP 0.4.1. Cause: ConvBERT initializes the weights of its layer normalizations with zeros and their
+# biases with ones, so no layer before the last normalization has gradients.
 # Remove when: its _init_weights does it the other way round.
 @around("mindnlp.transformers.models.convbert.modeling_convbert")
 def _norms_of_convbert(module: types.ModuleType) -> Iterator[None]:

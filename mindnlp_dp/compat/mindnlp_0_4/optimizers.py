@@ -15,7 +15,7 @@ _CHANGING_SCALARS = ("beta1_power", "beta2_power", "lr")
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: Adam and AdamW pass the powers of their betas and the learning rate
 # to MindSpore's kernel as Python floats, and MindSpore compiles and caches the operator again for every new value: the
-# memory grows by 1.4 MB an update, for any size of model. As tensors, the values are data.
+# memory grows by 1.4 MB per update, for any size of model. As tensors, the values are data.
 # Remove when: MindNLP passes tensors, or a process's memory no longer grows with its updates (a test measures it).
 @around("mindnlp.core.ops.optim")
 def _adam_without_new_constants(module: types.ModuleType) -> Iterator[None]:

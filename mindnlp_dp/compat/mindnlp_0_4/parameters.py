@@ -51,7 +51,7 @@ def _parameters_for_a_reducer(module: types.ModuleType) -> Iterator[None]:
             setattr(module.Parameter, name, replicated)
 
 
-# Versions: MindNLP 0.4.1. Cause: models initialise their weights by
+# Versions: MindNLP 0.4.1. Cause: models initialize their weights by
 # ``parameter.assign_value(initializer(...))``, ``Parameter(initializer(...))`` and ``weight[row] = initializer(...)``,
 # and MindSpore's initializer returns a tensor that gets its memory later (``has_init``). The parameter then has no
 # memory either: its values are lost, MindSpore's kernels reject it or crash, and ``asnumpy`` returns zeros or the
@@ -107,7 +107,7 @@ def _parameter_with_a_name_or_frozen(module: types.ModuleType) -> Iterator[None]
     module.Parameter.__init__ = init
 
 
-# Versions: MindNLP 0.4.1. Cause: MiniCPM3 and OpenELM initialise their weights with ``set_data`` and ``initialize``,
+# Versions: MindNLP 0.4.1. Cause: MiniCPM3 and OpenELM initialize their weights with ``set_data`` and ``initialize``,
 # which mindspore.Parameter has and MindNLP's Parameter, a Tensor, does not have.
 # Remove when: these models are built without them.
 @around("mindnlp.core.nn.parameter")

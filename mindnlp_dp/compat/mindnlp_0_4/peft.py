@@ -71,7 +71,7 @@ def _checks_before_unloading(module: types.ModuleType) -> Iterator[None]:
     def check(self: Any, adapter_names: Any) -> None:
         names = adapter_names or self.active_adapters
         if len(names) > 1 and any(getattr(self.peft_config[name], "modules_to_save", None) for name in names):
-            raise ValueError("of several adapters with modules_to_save, one at a time can be merged")
+            raise ValueError("of several adapters with modules_to_save, only one at a time can be merged")
 
     if not hasattr(module.BaseTuner, "_unloading_checks"):
         module.BaseTuner._unloading_checks = check

@@ -32,7 +32,7 @@ def _stub_tensor(module: types.ModuleType) -> Iterator[None]:
 
 
 # Versions: MindSpore 2.7+. Cause: MindNLP applies DEVICE_TARGET with set_context, which warns that it is
-# deprecated in favour of set_device.
+# deprecated in favor of set_device.
 # Remove when: MindNLP calls set_device.
 @around("mindnlp")
 def _quiet_device_target(module: types.ModuleType) -> Iterator[None]:

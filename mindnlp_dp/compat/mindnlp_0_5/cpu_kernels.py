@@ -40,16 +40,16 @@ def _move_to_the_same_device(module: types.ModuleType) -> Iterator[None]:
 
 
 # Versions: MindNLP 0.5.1. Cause: the layers pass the running statistics where the CPU function expects scale and shift,
-# so a batch normalisation in training multiplies by the running mean, which is 0; and its kernel writes outside of its
+# so a batch normalization in training multiplies by the running mean, which is 0; and its kernel writes outside of its
 # memory for the view of an input of more than two dimensions.
-# Remove when: both have one order, and images are normalised without "corrupted size vs. prev_size".
+# Remove when: both have one order, and images are normalized without "corrupted size vs. prev_size".
 @around("mindtorch._apis.cpu")
 def _batch_norm(module: types.ModuleType) -> Iterator[None]:
     yield
     stock = module.batch_norm
 
     def batch_norm(x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, *options: Any) -> Any:
-        """Normalise ``x`` over all dimensions but the second; update the running statistics in training."""
+        """Normalize ``x`` over all dimensions but the second; update the running statistics in training."""
         order = (0, *range(2, x.ndim), 1)
         # The product is a copy: the kernel does not follow the strides of a transposed view.
         rows = x if x.ndim == 2 else module.legacy.mul(module.legacy.transpose(x, order), 1.0).reshape((-1, x.shape[1]))

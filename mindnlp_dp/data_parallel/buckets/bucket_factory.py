@@ -38,7 +38,10 @@ def make_buckets(
     if shared is not None:
         return shared
     if compression and group.world_size > 1 and group.is_main:
-        print(f"compression={compression!r} has no effect: MPI itself, which sums no half types, moves gradients")
+        print(
+            f"compression={compression!r} has no effect, because MPI itself exchanges the gradients, and it has no "
+            "sums of half types"
+        )
     return [HostBucket(layout, channel) for layout in layouts]
 
 

@@ -177,7 +177,7 @@ class AttemptMonitor:
         if missing and now - self._began > START_SECONDS:
             # mpirun or its daemons may hang, for example on a name server.
             said = (
-                f"ranks {missing} have not begun {START_SECONDS:.0f} s after the job was started; "
+                f"ranks {missing} have not started {START_SECONDS:.0f} s after the job was started; "
                 f"see {self._log_dir}/launcher.log"
             )
             self._failure = Failure(missing[0], EXIT_CODE, "never began", said)
@@ -201,7 +201,7 @@ class AttemptMonitor:
         snapshot, silent = self._snapshot, self._snapshot.exited_silently
         if self._seconds("some are silent", bool(silent), now) > _PARENT_SECONDS:
             # mpirun does not know how it ended, or has not said so.
-            self._failure = Failure(silent[0], 1, "was killed, or left past the end of the script,")
+            self._failure = Failure(silent[0], 1, "was killed, or exited before the end of the script,")
             return True
         have_exited = len(snapshot.gone) == len(snapshot.ranks)
         if self._seconds("all are gone", have_exited, now) > _LEAVE_SECONDS or self._is_late(now):

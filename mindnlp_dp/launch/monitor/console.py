@@ -44,7 +44,7 @@ class Console:
         if self._logs and (error := write_error()):
             # The reader has gone (a pager, head), or the output's disk has failed.
             self._logs = []
-            print(f"nothing more is shown, but written to {self._log_dir}: {error}", file=sys.stderr)
+            print(f"output is no longer shown, only written to {self._log_dir}: {error}", file=sys.stderr)
         was_new = False
         for _ in range(_MOST_READS):
             # Asked only once: a moment later the answer may differ, although the logs were not checked.
@@ -76,9 +76,7 @@ class Console:
         for log in self._logs:
             _write(log.end())
         if self._logs and has_unwritten(sys.stdout):
-            print(
-                f"the rest of what ranks have written is in {self._log_dir}: no process reads it here", file=sys.stderr
-            )
+            print(f"no process reads this output; the rest of it is in {self._log_dir}", file=sys.stderr)
         for log in self._logs:
             log.close()
 

@@ -58,13 +58,13 @@ def find_failure(snapshot: JobSnapshot, hosts: Sequence[Host], attempt: Attempt)
     if failure is not None and failure.what == _killed(signal.SIGKILL):
         why = "often for lack of memory"
         if snapshot.oom_kills:
-            why = f"and the kernel has ended {snapshot.oom_kills} of this host's processes for lack of memory meanwhile"
+            why = f"and the kernel has killed {snapshot.oom_kills} processes of this host meanwhile, for lack of memory"
         failure = replace(failure, what=f"{failure.what}, {why},")
     missing = [rank for rank in range(len(snapshot.ranks)) if rank not in snapshot.ends]
     # Exit codes do not outweigh that: mpirun exits with 0 after it has lost a host, and Python reads 0 for each process
     # where SIGCHLD is ignored.
     if failure is None and missing:
-        return Failure(missing[0], 1, "ended without a word")
+        return Failure(missing[0], 1, "exited without reporting a status")
     if failure is not None and failure.rank is None and not failure.what and snapshot.has_begun:
         what = f"mpirun ended with exit code {failure.exit_code}, and ranks {missing} have not recorded their end,"
         return replace(failure, what=what, message=_logs(log_dir, missing[:_MOST_LOGS]))
@@ -136,7 +136,7 @@ def _read_mpirun(log_dir: Path, code: int) -> Optional[Failure]:
         return Failure(int(killed[1]), 128 + int(killed[2]), _killed(int(killed[2])))
     if peer := re.search(r"peer process has unexpectedly disconnected.*?Peer host:\s+(\S+)", said, re.DOTALL):
         # The rank that aborts is not to blame: it has lost a rank of another host.
-        return Failure(None, code or 1, f"a rank on {peer[1]} ended without a word", _logs(log_dir, []))
+        return Failure(None, code or 1, f"a rank on {peer[1]} exited without reporting a status", _logs(log_dir, []))
     if aborted := re.search(r"process rank (\d+) with PID \d+ on node \S+ calling\s+\"abort\"", said):
         what = f"aborted the MPI job with exit code {code}"
         return Failure(int(aborted[1]), code or 1, what, _logs(log_dir, [int(aborted[1])]))
@@ -152,7 +152,7 @@ def _killed(number: int) -> str:
 
 
 def _left(code: int) -> str:
-    return f"left with exit code {code}, past the end of the script (os._exit),"
+    return f"exited with code {code} before the end of the script (os._exit),"
 
 
 def report_failure(failure: Failure, attempt: Attempt, seconds: float, *, where: str = "", log_tail: str = "") -> None:

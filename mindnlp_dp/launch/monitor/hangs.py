@@ -85,11 +85,12 @@ def describe_hang(
         said.append(f"{_ranks(numbers)} {verb} in {call}, since {since:.0f} s.")
     for number in others:
         said.append(
-            f"Rank {number} never came: {describe_location(ranks[number], stacks.get(number, ''), number in stopped)}."
+            f"Rank {number} did not join: "
+            f"{describe_location(ranks[number], stacks.get(number, ''), number in stopped)}."
         )
     if finished and not others:
         said.append(
-            f"{_ranks(list(finished))} {'has' if len(finished) == 1 else 'have'} come to the end of the script."
+            f"{_ranks(list(finished))} {'has' if len(finished) == 1 else 'have'} reached the end of the script."
         )
     if len(calls) > 1 and not others and not finished:
         said.append("Every rank must make the same collective calls, in the same order.")

@@ -38,7 +38,7 @@ class RestartPolicy:
         self._in_a_row = 0 if update else self._in_a_row + 1
         wait: Optional[float] = None
         if self.count >= self._most:
-            self.why_not = f"it was restarted {self.count} times, as --max-restarts says" if self._most else ""
+            self.why_not = f"it was restarted {self.count} times, the maximum (--max-restarts)" if self._most else ""
         elif self._in_a_row >= MOST_IN_A_ROW:
             self.why_not = f"{self._in_a_row} attempts in a row have not finished a single update"
         else:

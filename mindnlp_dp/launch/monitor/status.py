@@ -116,10 +116,10 @@ def speed_text(speed: Mapping[str, float]) -> str:
     """Format the metrics of a log line for people.
 
     >>> speed_text({"step_seconds": 0.25, "samples_per_second": 256.0, "mfu": 0.413})
-    '0.25 s a step, 256 samples/s, MFU 41.3 %'
+    '0.25 s per step, 256 samples/s, MFU 41.3 %'
     """
     formats = {
-        "step_seconds": "{:.4g} s a step",
+        "step_seconds": "{:.4g} s per step",
         "samples_per_second": "{:.4g} samples/s",
         "input_tokens_per_second": "{:.5g} tokens/s",
     }

@@ -167,7 +167,7 @@ class LocalHost:
         self._daemons.append(start_daemon(command, environ, self._log))
 
     def poll(self) -> HostReport:
-        """Return a report on this host's ranks. It is cheap enough for many calls a second."""
+        """Return a report on this host's ranks. It is cheap enough for many calls per second."""
         if self._attempt is None:
             return HostReport()
         # Before the heartbeats: a process that has ended has recorded its end by now, if it ever does.

@@ -54,13 +54,13 @@ def describe_exit(rank: RankHeartbeat, stacks: str) -> str:
     """Describe where the process of a rank is whose script has ended: in some thread of the user's, or in a library."""
     frames = [*_main_thread(stacks, rank.thread), *(match.groupdict() for match in _FRAME.finditer(stacks))]
     frame = _own_frame(frames)
-    return f"it is in {frame}" if frame else "it is past Python's end, where libraries such as MPI clean up"
+    return f"it is in {frame}" if frame else "Python has exited, and libraries such as MPI clean up"
 
 
 def describe_location(rank: RankHeartbeat, stacks: str, is_stopped: bool) -> str:
     """Describe where a rank is that waits for no other rank, as far as it answers."""
     if not rank.pid:
-        return "it has not begun"
+        return "it has not started"
     if is_stopped:
         return f"its process, {rank.pid}, is stopped (SIGSTOP)"
     frame = _own_frame(_main_thread(stacks, rank.thread))

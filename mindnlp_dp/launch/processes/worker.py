@@ -90,8 +90,8 @@ def main() -> None:
     # As Python does before it ends: it waits for the script's threads, which may still work, print, or end the process.
     threading._shutdown()  # type: ignore[attr-defined]
     heartbeat.writer.record_end_of_threads()
-    # A process that ends takes with it what MCCL's threads have not sent yet, and another rank waits for that.
-    while on_cpu and "MS_ROLE" in os.environ and _still_run(memory, own):
+    # A process that ends takes with it what its library has not sent yet, and another rank waits for that.
+    while "MS_ROLE" in os.environ and _still_run(memory, own):
         time.sleep(_OTHERS_END_SECONDS)
     log.silence_libraries()
 

@@ -56,15 +56,20 @@ def connect(rendezvous: Rendezvous, seconds: float) -> Connection:
             connection.close()
         except (EOFError, AuthenticationError):
             # The endpoint hangs up if our token is wrong, or, before it asks for the token, if it has too many callers.
-            why = "it does not know our token: the same has to be set on every host"
+            why = "it does not have this host's token: set the same token on every host"
             if not connection.got_challenge:
-                why = "it hung up before it asked for our token: too many call it, or it has ended"
+                why = (
+                    "it closed the connection before it asked for a token: it has too many "
+                    "connections, or it has exited"
+                )
             connection.close()
         except (OSError, UnicodeError) as error:
             why = str(error)
         waited = time.monotonic() - began
         if waited > seconds:
-            raise TemporaryError(f"{where} cannot be reached: {why}. If it is of this host itself: --node-rank 0")
+            raise TemporaryError(
+                f"{where} cannot be reached: {why}. If the endpoint is this host itself, pass --node-rank 0"
+            )
         if is_silent and waited > _SILENT_SECONDS:
             is_silent = False
             print(f"waiting for {where}, which cannot be reached yet: {why}", file=sys.stderr)
@@ -125,7 +130,7 @@ class HostAgent:
                 if code is not None:
                     return code
                 self._termination.end(is_saved=True)
-                print(f"{self._lost}; this host's ranks are ended, and it is called again", file=sys.stderr)
+                print(f"{self._lost}; this host's ranks are ended, and it joins again", file=sys.stderr)
                 self._end_ranks()
                 patience = REJOIN_SECONDS
         except KeyboardInterrupt:
@@ -166,14 +171,14 @@ class HostAgent:
         try:
             orders = self._connection.receive()
         except Exception as error:  # noqa: BLE001 -- whatever the endpoint says, this host's ranks are ended
-            self._lose(f"{where} is gone ({str(error) or 'closed'})")
+            self._lose(f"{where} closed the connection ({str(error) or 'no message'})")
             return
         self._orders += orders
         if orders or elapsed > lost_after / 2:
             # In the second case this launcher was stopped or busy; messages that were sent meanwhile arrive only now.
             self._heard = now
         elif now - self._heard > lost_after and self._final is None:
-            self._lose(f"nothing was heard of {where} for {lost_after:.0f} s")
+            self._lose(f"no message came from {where} for {lost_after:.0f} s")
             return
         # Ends are reported at once, progress twice a second. Between attempts the report is a heartbeat.
         report = self._final or self._host.poll()

@@ -166,7 +166,7 @@ class Connection:
 
     def _check(self, proof: bytes, of: bytes) -> None:
         if not hmac.compare_digest(proof, self._proof(of)):
-            raise AuthenticationError("the other end does not know this job's token")
+            raise AuthenticationError("the other end does not have this job's token")
         self.is_ready = True
 
     def close(self) -> None:

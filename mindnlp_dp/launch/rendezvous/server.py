@@ -84,7 +84,7 @@ class RendezvousServer:
         try:
             self._listening = listen_at(rendezvous.host, rendezvous.port)
         except OSError as error:
-            raise TemporaryError(f"port {rendezvous.port} of the endpoint cannot be listened at: {error}") from None
+            raise TemporaryError(f"cannot listen at port {rendezvous.port} of the endpoint: {error}") from None
         self._listening.setblocking(False)
         loop.handler = self
 
@@ -114,7 +114,7 @@ class RendezvousServer:
             self._hear(connection)
         for host in self._by_connection.values():
             if not host.lost and now - host.heard > lost_after:
-                host.lost = f"nothing was heard of it for {lost_after:.0f} s"
+                host.lost = f"no message came from it for {lost_after:.0f} s"
         if now - self._beat > _BEAT_SECONDS:
             self._beat = now
             for host in self._by_connection.values():
@@ -167,7 +167,7 @@ class RendezvousServer:
                 if isinstance(error, AuthenticationError) and is_new:
                     self._refused.add(connection.address)
                     print(
-                        f"a process at {connection.address} does not know this job's token, and was refused",
+                        f"a process at {connection.address} does not have this job's token, and was refused",
                         file=sys.stderr,
                     )
                 self._hang_up(connection)
@@ -198,7 +198,7 @@ class RendezvousServer:
         for host in self.hosts:
             if host.launcher == said["launcher"]:
                 # Its end of the connection broke, which our end has not noticed yet.
-                host.lost = "its launcher came again"
+                host.lost = "its launcher joined again"
         self.hosts = [host for host in self.hosts if not host.lost]
         wrong = ""
         if said["version"] != self._version:
@@ -211,7 +211,7 @@ class RendezvousServer:
                 "DEVICE_TARGET on every host"
             )
         elif self._one_a_host and self._has_launcher(connection):
-            wrong = "this host has a launcher of this job already; start one on each, with --nproc-per-node"
+            wrong = "this host has a launcher of this job already; start one per host, with --nproc-per-node"
         if wrong:
             self._part_from(connection, 2, wrong)
             return None

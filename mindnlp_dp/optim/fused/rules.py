@@ -12,16 +12,18 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Optional
 
 import mindspore
 import numpy as np
 
 from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
+from mindnlp_dp.kernels.matmul import product
 from mindnlp_dp.optim.fused.adam_kernel import kernel, step_size
 from mindnlp_dp.optim.fused.block_sums import BlockSums
+from mindnlp_dp.optim.newton_schulz import adjustment, directions, multiplications, orthogonalize
 from mindnlp_dp.runtime.arrays import number_of
 
 Group = dict[str, Any]
@@ -54,6 +56,9 @@ class UpdateContext:
         steps: The number of updates of each parameter, this one included.
         blocks: The block sums of the parameters, for norms.
         add: A function that combines block sums over the ranks that shard the update.
+        used: A mask of the parameters that are updated.
+        shapes: The shapes of the parameters.
+        by_owner: A function that applies another one to full parameters (``MatrixOwners.apply``).
     """
 
     scale: float
@@ -62,6 +67,9 @@ class UpdateContext:
     steps: Sequence[int]
     blocks: BlockSums
     add: Callable[[np.ndarray], np.ndarray]
+    used: np.ndarray
+    shapes: Sequence[tuple[int, ...]]
+    by_owner: Callable[[np.ndarray, Mapping[int, int], Callable[[int, np.ndarray], np.ndarray]], np.ndarray]
 
 
 class Rule(abc.ABC):
@@ -74,6 +82,10 @@ class Rule(abc.ABC):
 
     state_names: tuple[str, ...] = ()
     counts_steps = False
+
+    def names_of(self, group: Optional[Group]) -> tuple[str, ...]:
+        """Return the names of the state arrays that a parameter of this group has."""
+        return self.state_names
 
     @abc.abstractmethod
     def key(self, group: Group, step: int) -> Hashable:
@@ -151,6 +163,47 @@ class AdamRule(Rule):
                 _scalar(rate), _scalar(beta1), _scalar(beta2), _scalar(epsilon),
                 tensors["g" if gradient is segment.gradient else "scratch"],
             )  # fmt: skip
+
+
+class MuonRule(AdamRule):
+    """Does the update of :class:`mindnlp_dp.optim.Muon`: AdamW by slices, and matrices, of which each has an owner.
+
+    Momentum and weights of matrices are updated by slices, too; only the directions go to the owners and back.
+    """
+
+    def names_of(self, group: Optional[Group]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group is not None and group["use_muon"] else self.state_names
+
+    def key(self, group: Group, step: int) -> Hashable:
+        return ("matrix",) if group["use_muon"] else super().key(group, step)
+
+    def apply(self, segments: Sequence[Segment], update: UpdateContext) -> None:
+        groups, shapes = update.groups, update.shapes
+        matrices = [segment for segment in segments if groups[segment.parts[0].index]["use_muon"]]
+        super().apply([segment for segment in segments if not groups[segment.parts[0].index]["use_muon"]], update)
+        used = [index for index in np.flatnonzero(update.used).tolist() if groups[index] and groups[index]["use_muon"]]
+        found = [np.empty(0, np.float32)]
+        for segment in matrices:
+            gradient = _gradient(segment, update, with_decay=False)
+            for part in segment.parts:
+                momentum = segment.state["momentum_buffer"][part.flat]
+                momentum[:], direction = directions(gradient[part.flat], momentum, groups[part.index])
+                found.append(direction)
+
+        def orthogonal(index: int, direction: np.ndarray) -> np.ndarray:
+            group, axis = groups[index], groups[index]["packed_axis"]
+            parts = np.split(direction, group["num_packed"], axis)
+            return np.concatenate([orthogonalize(part, group, product) for part in parts], axis)
+
+        costs = {index: multiplications(shapes[index], groups[index]) for index in used}
+        results = update.by_owner(np.concatenate(found), costs, orthogonal) if used else found[0]
+        for segment in matrices:
+            for part in segment.parts:
+                group, weights = groups[part.index], segment.weights[part.flat]
+                rate = number_of(group["lr"])
+                weights *= np.float32(1 - rate * group["weight_decay"])
+                weights -= np.float32(rate * adjustment(shapes[part.index], group)) * results[: len(weights)]
+                results = results[len(weights) :]
 
 
 def _gradient(segment: Segment, update: UpdateContext, *, with_decay: bool) -> np.ndarray:

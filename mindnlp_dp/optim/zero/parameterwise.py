@@ -1,7 +1,7 @@
 """This module shards the update of any optimizer by parameter: each rank runs its code on some full parameters.
 
-Parameters are assigned to ranks by size, as in PyTorch's ZeroRedundancyOptimizer. Each rank has the optimizer state of
-its own parameters only, and sends their new weights to the other ranks.
+Parameters are assigned to ranks by size, as in PyTorch's ZeroRedundancyOptimizer, and matrices of Muon by the cost of
+their update. Each rank has the optimizer state of its own parameters only, and sends their new weights to the others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.model_scope import ModelScope
+from mindnlp_dp.optim.newton_schulz import multiplications
 from mindnlp_dp.optim.updater import MindNLPUpdater
 from mindnlp_dp.runtime.arrays import HostTensor, dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.sharded_array import as_sharded, without_pieces
@@ -33,6 +34,17 @@ def assign_parameters(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return ranks
 
 
+def owners_of(parameters: Sequence[Any], groups: Sequence[Mapping[str, Any]], num_ranks: int) -> dict[int, int]:
+    """Return the rank of each parameter, by its id: the matrices that Muon updates by cost, and the others by size."""
+    matrices = {id(p): group for group in groups if group.get("use_muon") for p in group["params"]}
+    owners: dict[int, int] = {}
+    for are_matrices in (True, False):
+        found = [p for p in parameters if (id(p) in matrices) == are_matrices]
+        costs = [multiplications(p.shape, matrices[id(p)]) if are_matrices else math.prod(p.shape) for p in found]
+        owners.update(zip(map(id, found), assign_parameters(costs, num_ranks)))
+    return owners
+
+
 class ParameterwiseZeroUpdater(MindNLPUpdater):
     """Shards by parameter any MindNLP optimizer that updates each parameter independently (ZeRO 1)."""
 
@@ -46,8 +58,7 @@ class ParameterwiseZeroUpdater(MindNLPUpdater):
     ) -> None:
         super().__init__(optimizer, parameters, scheduler, scope)
         self._group = group
-        owners = assign_parameters([math.prod(p.shape) for p in parameters], group.world_size)
-        self._owners = {id(p): owner for p, owner in zip(parameters, owners)}
+        self._owners = owners_of(parameters, optimizer.param_groups, group.world_size)
 
     def update(self, gradients: Sequence[Optional[Any]]) -> None:
         used = [p for p, gradient in zip(self.parameters, gradients) if gradient is not None]

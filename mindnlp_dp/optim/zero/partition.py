@@ -144,7 +144,7 @@ class Partition:
             for first, array in ranges:
                 for run in _runs(self._pieces(number, first, len(array), 0), partition):
                     begin = run[0].offset
-                    # The gap at the end is included: it has zeros, and vectorised kernels then have no remainder.
+                    # The gap at the end is included: it has zeros, and vectorized kernels then have no remainder.
                     end = min(aligned(run[-1].flat.stop), first + len(array))
                     here = slice(length + begin - first, length + end - first)
                     segments.append(

@@ -42,8 +42,9 @@ class StateShards:
     """Holds this rank's optimizer state in float32 arrays, each as long as the weights that this rank updates.
 
     Args:
+        names: The names of the arrays that each parameter has.
         pieces: The pieces that this rank updates, with their offsets in the arrays, which have ``numel`` elements.
-        is_whole: Whether every rank has all of the state.
+        is_full: Whether every rank has all of the state.
 
     Attributes:
         arrays: The arrays by name, such as "exp_avg".
@@ -52,7 +53,7 @@ class StateShards:
 
     def __init__(
         self,
-        names: Sequence[str],
+        names: Sequence[Sequence[str]],
         shapes: Sequence[tuple[int, ...]],
         pieces: Sequence[ParameterSlice],
         numel: int,
@@ -60,7 +61,8 @@ class StateShards:
         *,
         is_full: bool,
     ) -> None:
-        self.arrays = {name: aligned_zeros(numel, np.float32) for name in names}
+        self.names, self._numel = names, numel
+        self.arrays = {name: self._zeros(name) for name in sorted({name for each in names for name in each})}
         self.steps = [0] * len(shapes)
         self.shapes = shapes
         self._group = group
@@ -68,6 +70,11 @@ class StateShards:
         self._pieces: dict[int, list[ParameterSlice]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.index, []).append(piece)
+
+    def _zeros(self, name: str) -> np.ndarray:
+        # What is not written of zeros takes no memory: only some parameters may have this array.
+        has_gaps = any(name not in each for each in self.names)
+        return np.zeros(self._numel, np.float32) if has_gaps else aligned_zeros(self._numel, np.float32)
 
     @property
     def has_sharded_moments(self) -> bool:
@@ -115,7 +122,7 @@ class StateShards:
 
     def reset(self, index: int, state: Mapping[str, Any]) -> None:
         """Replace a parameter's state by its entry in an optimizer's ``state``, which may be empty. A collective."""
-        found = {name: state[name] for name in self.arrays if state.get(name) is not None}
+        found = {name: state[name] for name in self.names[index] if state.get(name) is not None}
         if self.steps[index] and not found:
             self.clear(index)
         for name, array in found.items():
@@ -125,12 +132,12 @@ class StateShards:
     def clear(self, index: int) -> None:
         self.steps[index] = 0
         for piece in self._pieces.get(index, ()):
-            for array in self.arrays.values():
-                array[piece.flat] = 0
+            for name in self.names[index]:
+                self.arrays[name][piece.flat] = 0
 
     def forget(self, name: str) -> None:
         """Free the memory of an array; the new array gets memory only when it is written to."""
-        self.arrays[name] = aligned_zeros(len(self.arrays[name]), np.float32)
+        self.arrays[name] = self._zeros(name)
 
 
 class OptimizerStateRegistry:
@@ -182,7 +189,7 @@ class OptimizerStateRegistry:
             entry = dict(self._loaded.pop(id(parameter), {}))
             shards, index = self._owners.pop(id(parameter), (None, 0))
             if shards is not None and shards.steps[index]:
-                entry = {name: from_host(shards.full(index, name).copy(), "float32") for name in shards.arrays}
+                entry = {name: from_host(shards.full(index, name).copy(), "float32") for name in shards.names[index]}
                 entry["step"] = step_of(shards.steps[index])
             if entry:
                 optimizer.state[parameter].update(entry)
@@ -209,7 +216,7 @@ class OptimizerStateRegistry:
         idle = {id(old): old for old, _ in taken.values() if id(old) not in busy}
         for name in shards.arrays:
             for index, (old, place) in taken.items():
-                if old.steps[place]:
+                if old.steps[place] and name in old.names[place] and name in shards.names[index]:
                     shards.put(index, name, old.full(place, name))
             # Old arrays are freed one by one, so that at most one array exists twice.
             for old in idle.values():

@@ -93,7 +93,9 @@ class Pipeline:
         """Run this stage in training; otherwise run all stages and return the model's output on every rank."""
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) or getattr(self._config, name, False):
-                raise ValueError(f"{name}: a stage has only those of its layers; leave it out, or pp")
+                raise ValueError(
+                    f"{name} is not supported with pp, whose stages have only their own layers; leave out {name} or pp"
+                )
         if self._is_training:
             return self._stage_forward(*args, **kwargs)
         self._check_usable()
@@ -247,7 +249,7 @@ class Pipeline:
                 output = share.micro.forward(share.batch)
             if not self._is_last:
                 raise RuntimeError(
-                    f"the model was not called in the forward pass of rank {self.mesh.world.label()}, or not by itself"
+                    f"the model was not called in the forward pass of rank {self.mesh.world.label()}, or not directly"
                 )
         except StageOutput as stage_output:
             output = stage_output.hidden_states

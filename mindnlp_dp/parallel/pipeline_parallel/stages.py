@@ -131,7 +131,7 @@ def pipeline_edits(
     if not plan.encoder:
         return _cut_between_layers(index, plan, placements, stage_input, layers_per_stage)
     if layers_per_stage:
-        raise ValueError(f"{type(index.model).__name__} is cut after its encoder; leave layers_per_stage out")
+        raise ValueError(f"{type(index.model).__name__} is split after its encoder; leave layers_per_stage out")
     return _cut_after_encoder(index, plan, placements, stage_input)
 
 
@@ -141,7 +141,7 @@ def _cut_after_encoder(
     stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
     if num_stages != 2:
         raise ValueError(
-            f"{type(index.model).__name__} is cut into two stages, its encoder and its decoder, got pp={num_stages}"
+            f"{type(index.model).__name__} is split into two stages, its encoder and its decoder, got pp={num_stages}"
         )
     encoder = index.names_of(index.find(plan.encoder, "the encoder"))
     placed = _stages_of(index.model, [[plan.encoder], []], placements)

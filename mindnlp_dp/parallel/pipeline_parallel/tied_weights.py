@@ -74,7 +74,7 @@ class TiedGradients:
         return gradients
 
     def put(self, gradients: Sequence[Optional[Any]], loss_weight: float) -> list[Optional[Any]]:
-        """Return the gradients with the sums over the stages, divided by ``weight``, in their places. A collective."""
+        """Return the gradients with their sums over the stages, divided by ``loss_weight``. A collective."""
         found = list(gradients)
         for (index, tie), total in zip(self._ties, self._sums):
             mean = tie.sum(total)

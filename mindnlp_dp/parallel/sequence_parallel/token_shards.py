@@ -41,8 +41,9 @@ class SequenceShards:
     def begin(self, length: int) -> None:
         """Split rows of ``length`` tokens; raise ValueError if a rank would get none."""
         if length < self.group.world_size:
+            least = self.group.world_size
             raise ValueError(
-                f"sp={self.group.world_size} needs rows of as many tokens, got a batch of length {length} (rank "
+                f"sp={least} needs rows of at least {least} tokens, got a batch of length {length} (rank "
                 f"{self.group.label()}); pad batches to a longer length, use a smaller sp, and generate text on one "
                 "process"
             )

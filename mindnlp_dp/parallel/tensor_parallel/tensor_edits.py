@@ -190,10 +190,10 @@ def _shards(index: ModelIndex, styles: Mapping[str, str], placements: Placements
             shard = shards[f"{name}.{kind}"] = Shard(dim if kind == "weight" else 0, num_blocks)
             if of_weight.setdefault(placement.name, shard) != shard:
                 other = of_weight[placement.name]
-                raise ValueError(f"{name}.{kind} is {placement.name}, which another layer cuts as {other}: {shard}")
+                raise ValueError(f"{name}.{kind} is {placement.name}, which another layer shards as {other}: {shard}")
             if placement.shape[shard.dim] % num_blocks or placement.shape[shard.dim] // num_blocks < size_of_tp:
                 raise ValueError(
-                    f"{name}.{kind} of shape {placement.shape} cannot be cut into tp={size_of_tp} parts along "
+                    f"{name}.{kind} of shape {placement.shape} cannot be split into tp={size_of_tp} parts along "
                     f"dimension {shard.dim}"
                 )
     return shards

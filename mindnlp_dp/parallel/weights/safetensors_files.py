@@ -45,7 +45,7 @@ class WeightFiles:
     def __init__(self, folder: Path, placements: Placements, *, is_complete: bool) -> None:
         paths = sorted(folder.glob(MODEL_FILES))
         if not paths:
-            raise CheckpointError(f"{folder} holds no weights: {MODEL_FILES} is missing")
+            raise CheckpointError(f"{folder} has no weights: {MODEL_FILES} is missing")
         self._files: dict[str, Any] = {}
         for path in paths:
             try:
@@ -57,9 +57,7 @@ class WeightFiles:
         self._names = {name: there for name, there in found.items() if there is not None}
         self.missing = [name for name, there in found.items() if there is None]
         if not self._names:
-            raise CheckpointError(
-                f"{folder} holds no weight of this model's; it holds {', '.join(list(self._files)[:3])}"
-            )
+            raise CheckpointError(f"{folder} has no weight of this model; it has {', '.join(list(self._files)[:3])}")
         for name, there in self._names.items():
             shape, expected = tuple(self._files[there].get_slice(there).get_shape()), placements[name].shape
             if shape != expected:

@@ -84,11 +84,11 @@ def memory_of(  # noqa: PLR0917
     numbers_from_one = {"tp": tp, "dp": dp, "ep": ep, "sp": sp, "micro_batch": micro_batch, "in_flight": in_flight}
     for name, number in numbers_from_one.items():
         if number < 1:
-            raise ValueError(f"{name} must be from 1 on, got {number}")
+            raise ValueError(f"{name} must be at least 1, got {number}")
     if not 0 <= first <= last < len(model.graph.operators):
         raise ValueError(f"stage must be operators (first, last) of 0 to {len(model.graph.operators) - 1}, got {stage}")
     if tp > 1 and ep > 1:
-        raise ValueError(f"experts are spread with data parallelism alone, got tp={tp} and ep={ep}")
+        raise ValueError(f"expert parallelism is supported only with data parallelism, got tp={tp} and ep={ep}")
     roles = strategies_of(model, "ep" if ep > 1 else "tp", max(tp, ep))
     model = with_split_tokens(model, sp, tp)
     operators = model.graph.operators[first : last + 1]
@@ -100,6 +100,7 @@ def memory_of(  # noqa: PLR0917
         kind: sum(o.parameters / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)
     }
     frozen = {kind: sum(o.frozen / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)}
+    matrices = [sum(o.matrices / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)]
     saved = [saved_of(o, roles[o.name], n) for o in operators]
     value = 2 if precision == "mixed" else 4
     kept = [value * s.values + s.masks for s in saved]
@@ -113,7 +114,7 @@ def memory_of(  # noqa: PLR0917
         activations = micro_batch * in_flight * sum(kept)
     use = parameter_memory(
         numbers[False], numbers[True], frozen[False], frozen[True], dp=dp * sp, ep=ep, zero_stage=zero_stage,
-        precision=precision, activations=activations,
+        precision=precision, activations=activations, matrices=matrices,
     )  # fmt: skip
     gathered = _gathered(model, operators) if zero_stage == 3 else 0.0
     return replace(use, weights=use.weights + BYTES[precision][0] * gathered)
@@ -133,10 +134,12 @@ def _gathered(model: Model, operators: Sequence[Operator]) -> float:
 def parameter_memory(
     parameters: float, expert_parameters: float = 0.0, frozen: float = 0.0, frozen_experts: float = 0.0, *, dp: int = 1,
     ep: int = 1, zero_stage: int = 0, precision: str = "mixed", activations: float = 0.0,
+    matrices: Sequence[float] = (0.0, 0.0),
 ) -> MemoryUse:  # fmt: skip
     """Return the memory for these parameters; expert ones are replicated over ``dp``, others over ``dp * ep``.
 
-    Of them, ``frozen`` and ``frozen_experts`` have neither a gradient nor an optimizer state.
+    Of them, ``frozen`` and ``frozen_experts`` have neither a gradient nor an optimizer state, and ``matrices``, dense
+    and of experts, have one moment in place of two.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")
@@ -149,6 +152,8 @@ def parameter_memory(
             (parameters, expert_parameters) if not kinds else (parameters - frozen, expert_parameters - frozen_experts)
         )
         kinds.append(size * (dense / (dp * ep if is_sharded else 1) + experts / (dp if is_sharded else 1)))
+    shares = (dp * ep, dp) if zero_stage else (1, 1)
+    kinds[2] -= sum(4 * numel / share for numel, share in zip(matrices, shares))
     return MemoryUse(kinds[0], kinds[1], kinds[2], activations)
 
 

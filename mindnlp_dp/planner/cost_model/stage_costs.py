@@ -69,7 +69,7 @@ class StageParallelism:
         return mesh_name(self.mesh())
 
     def mesh(self, pp: int = 1) -> dict[str, int]:
-        """Return the sizes for ``--mesh``; the axes that communicate most come last, on neighbours within a host."""
+        """Return the sizes for ``--mesh``; the axes that communicate most come last, on neighbors within a host."""
         sizes = {"pp": pp, "dp": self.dp, "ep": self.ep, "sp": self.sp, "tp": self.tp}
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
 
@@ -94,7 +94,7 @@ def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
         or not isinstance(pp, int)
         or any(len(size) not in (1, pp) for size in sizes.values())
     ):
-        raise ValueError(f"a mesh has axes dp, pp, ep, sp, tp, each from 1 on, or of as many stages; got {dict(mesh)}")
+        raise ValueError(f"a mesh has axes dp, pp, ep, sp, tp, each at least 1, or of as many stages; got {dict(mesh)}")
     by_stage = {axis: size if len(size) == pp else size * pp for axis, size in sizes.items() if axis != "pp"}
     return [StageParallelism(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
 
@@ -102,11 +102,12 @@ def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
 # Columns of the table: fixed and per-sample seconds (two columns each) of forward compute, backward compute, forward
 # collectives and backward collectives; parameters; expert parameters; bytes kept per sample for the backward pass. With
 # recomputation: fixed and per-sample seconds of the second forward pass (compute, collectives); bytes kept per sample.
-# Of the parameters, those that are frozen.
+# Of the parameters, those that are frozen; those that Muon updates, and the FLOPs of that (two columns each, the second
+# for experts).
 _AHEAD, _BACK, _PARAMETERS, _OF_EXPERTS, _KEPT, _AGAIN, _KEPT_INPUTS, _FROZEN, _FROZEN_EXPERTS = (
     4, 6, 8, 9, 10, 11, 15, 16, 17,
 )  # fmt: skip
-_NUM_COLUMNS = 18
+_MATRICES, _MATRIX_FLOPS, _NUM_COLUMNS = 18, 20, 22
 
 
 _known_kinds: weakref.WeakKeyDictionary[Graph, dict[tuple[str, int], Any]] = weakref.WeakKeyDictionary()
@@ -250,7 +251,7 @@ class StageCosts:
         s = self.sharing
         return parameter_memory(
             *numbers, dp=s.dp * s.sp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision,
-            activations=activations,
+            activations=activations, matrices=self._run(first, last)[_MATRICES:_MATRIX_FLOPS].tolist(),
         )  # fmt: skip
 
     def most_in_flight(
@@ -260,7 +261,7 @@ class StageCosts:
         s = self.sharing
         fixed = parameter_memory(
             *self.parameters(first, last), *self.frozen(first, last), dp=s.dp * s.sp, ep=s.ep, zero_stage=zero_stage,
-            precision=self.cluster.precision,
+            precision=self.cluster.precision, matrices=[*self._run(first, last)[..., _MATRICES:_MATRIX_FLOPS].T],
         ).total  # fmt: skip
         each, peak = self.activations(first, last, micro_batch), 0.0
         if recompute:
@@ -277,7 +278,9 @@ class StageCosts:
         exchange += all_reduce(s.dp * s.sp, size * of_experts, self.cluster.link(s.dp * s.sp, s.ep))
         is_sharded = zero_stage > 0
         numbers = parameters / (s.num_replicas if is_sharded else 1) + of_experts / (s.dp * s.sp if is_sharded else 1)
-        return exchange, numbers / self.cluster.update_rate
+        dense, experts = self._run(first, last)[_MATRIX_FLOPS:].tolist()
+        flops = dense / (s.num_replicas if is_sharded else 1) + experts / (s.dp * s.sp if is_sharded else 1)
+        return exchange, numbers / self.cluster.update_rate + flops / (self.cluster.flops * self.cluster.efficiency)
 
 
 def _kinds_of(graph: Graph, roles: dict[str, str], among: tuple[str, int]) -> tuple[list[Operator], np.ndarray]:
@@ -332,6 +335,9 @@ def _column(operator: Operator, role: str, mesh: DeviceGroup, rates: DeviceRates
     column = np.array(parts + [0.0] * (_NUM_COLUMNS - len(parts)))
     share = operator.frozen / operator.parameters if operator.parameters else 0.0
     column[[_FROZEN, _FROZEN_EXPERTS]] = share * column[[_PARAMETERS, _OF_EXPERTS]]
+    if mine:
+        of_kind = slice(_MATRICES + (role == EXPERT), None, 2)
+        column[of_kind] = np.array([operator.matrices, operator.update_flops]) * mine / operator.parameters
     return column
 
 

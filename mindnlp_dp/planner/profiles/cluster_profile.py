@@ -90,7 +90,7 @@ class Cluster:
         per_host = min(num_devices, self.devices_per_host)
         if num_devices < 1 or num_devices % per_host:
             raise ValueError(
-                f"{num_devices} devices are not whole hosts of {self.name}, which has {self.devices_per_host} in each"
+                f"{num_devices} devices do not fill the hosts of {self.name}, which has {self.devices_per_host} in each"
             )
         return replace(self, num_hosts=num_devices // per_host, devices_per_host=per_host)
 
@@ -265,7 +265,7 @@ def this_machine() -> dict[str, Any]:
     bandwidth = 8 * _VALUES / copies
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_cores
     return {
-        "name": "this machine, a device a core", "hosts": 1, "devices_per_host": num_cores,
+        "name": "this machine, one device per core", "hosts": 1, "devices_per_host": num_cores,
         "memory_gib": memory / 2**30, "tflops": 2e-12 * _SIZE**3 / products, "efficiency": 0.8,
         "memory_bandwidth_gbs": 1e-9 * bandwidth, "gscores": _GSCORES, "gdraws": _GDRAWS, "call_us": _CALL_US,
         "precision": "float32",

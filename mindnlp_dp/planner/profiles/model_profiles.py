@@ -14,7 +14,7 @@ from typing import Any, Optional, Union
 from mindnlp_dp.planner.profiles.architectures import BUILDERS
 from mindnlp_dp.planner.profiles.builder import Builder
 from mindnlp_dp.planner.profiles.cluster_profile import read_yaml
-from mindnlp_dp.planner.profiles.operator_graph import ROLES, Graph, Model, Operator, with_lora
+from mindnlp_dp.planner.profiles.operator_graph import ROLES, Graph, Model, Operator, with_lora, with_muon
 
 # Published configurations, as differences from the defaults of their model type.
 _SHIPPED: dict[str, dict[str, Any]] = {
@@ -126,26 +126,30 @@ def model_names() -> list[str]:
 
 
 def load_model(
-    given: Union[str, Path, Mapping[str, Any]], *, sequence: Optional[int] = None, lora_rank: Optional[int] = None
-) -> Model:
+    given: Union[str, Path, Mapping[str, Any]], *, sequence: Optional[int] = None, lora_rank: Optional[int] = None,
+    optimizer: str = "adamw",
+) -> Model:  # fmt: skip
     """Load a model: a name of :func:`model_names`, a ``config.json`` or its folder, a YAML file, or their content.
 
     Args:
         sequence: tokens per sample; by default the number of positions, at most 512 for BERT, RoBERTa and T5, and at
             most 2048 for other configurations.
         lora_rank: train LoRA adapters of this rank in all products of the layers, and nothing else.
+        optimizer: "adamw", or "muon" for the matrices of layers.
 
     Raises:
         ValueError: A key is unknown or missing, or its value is invalid; the message is one sentence with the key.
     """
     model = _from_keys(*_read(given), sequence)
-    if lora_rank is None:
-        return model
-    adapted = with_lora(model, lora_rank)
-    # The recipe adds adapters to pretrained models only.
-    is_pretrained = model.train_flags.startswith("--model")
-    adapted.train_flags = f"{model.train_flags} --lora-rank {lora_rank}" if is_pretrained else ""
-    return adapted
+    if optimizer not in ("adamw", "muon"):
+        raise ValueError(f"optimizer must be adamw or muon, got {optimizer!r}")
+    if lora_rank is not None:
+        # The recipe adds adapters to pretrained models only.
+        is_pretrained = model.train_flags.startswith("--model")
+        flags = f"{model.train_flags} --lora-rank {lora_rank}" if is_pretrained else ""
+        model = with_lora(model, lora_rank)
+        model.train_flags = flags
+    return with_muon(model) if optimizer == "muon" else model
 
 
 def _read(given: Union[str, Path, Mapping[str, Any]]) -> tuple[dict[str, Any], str]:
@@ -188,15 +192,15 @@ def _from_keys(keys: dict[str, Any], name: str, sequence: Optional[int]) -> Mode
         value = config[key]
         is_flag = isinstance(_DEFAULTS[kind][key], bool)
         if is_flag != isinstance(value, bool) or (not is_flag and (not isinstance(value, int) or value < 1)):
-            raise ValueError(f"model key {key} must be {'true or false' if is_flag else 'a whole number from 1 on'}, "
-                             f"got {value!r}")  # fmt: skip
+            expected = "true or false" if is_flag else "a whole number of at least 1"
+            raise ValueError(f"model key {key} must be {expected}, got {value!r}")
     _check(config, kind)
     positions = config.get("max_position_embeddings", config.get("n_positions", 512))
     # RoBERTa's position numbers begin at two.
     positions -= 2 * (kind == "roberta")
     sequence = sequence or keys.get("sequence") or min(positions, 512 if kind in ("bert", "roberta", "t5") else 2048)
     if isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 1:
-        raise ValueError(f"model key sequence must be a whole number from 1 on, got {sequence!r}")
+        raise ValueError(f"model key sequence must be a whole number of at least 1, got {sequence!r}")
     if kind != "t5" and sequence > positions:
         raise ValueError(f"model key sequence is {sequence}, and the model has {positions} positions")
     heads = next((key for key in ("num_attention_heads", "n_head", "num_heads") if key in config), "")
@@ -220,7 +224,7 @@ def _check(config: Mapping[str, Any], kind: str) -> None:
     ):
         value = config.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _HUGE):
-            raise ValueError(f"model key {key} must be a whole number from 1 on, got {value!r}")
+            raise ValueError(f"model key {key} must be a whole number of at least 1, got {value!r}")
     for key in _DEFAULTS[kind]:
         if config[key] >= _HUGE:
             raise ValueError(f"model key {key} must be below {_HUGE}, got a number of {len(str(config[key]))} digits")
@@ -275,10 +279,10 @@ def _from_operators(keys: dict[str, Any], name: str, sequence: Optional[int]) ->
     operators = [_operator(dict(entry), number) for number, entry in enumerate(listed)]
     graph = Graph(operators, name)
     if not any(o.flops or o.traffic for o in operators):
-        raise ValueError("model key operators: none of them has FLOPs or traffic, so that there is nothing to plan")
+        raise ValueError("model key operators: none of them has FLOPs or traffic, so there is nothing to plan")
     sequence = sequence or keys.get("sequence", 1)
     if not isinstance(sequence, int) or sequence < 1:
-        raise ValueError(f"model key sequence must be a whole number from 1 on, got {sequence!r}")
+        raise ValueError(f"model key sequence must be a whole number of at least 1, got {sequence!r}")
     return Model(name, graph, sequence, split_points=list(range(1, len(operators))))
 
 
@@ -293,7 +297,7 @@ def _operator(entry: dict[str, Any], number: int) -> Operator:
             raise ValueError(f"{where}.{key} is unknown; there are {', '.join(sorted(known))}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if key in _NUMBERS and not (is_number and 0 <= value < 1e18):
-            raise ValueError(f"{where}.{key} must be a number from 0 on, got {value!r}")
+            raise ValueError(f"{where}.{key} must be a number of at least 0, got {value!r}")
     for key in ("inputs", "only"):
         names = entry.get(key, [])
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):

@@ -45,6 +45,7 @@ class Operator:
         flops: FLOPs of the forward pass; the backward pass has twice as many.
         parameters: its parameters.
         frozen: number of its parameters that are not trained.
+        matrices: number of its parameters that Muon updates.
         traffic: values that the forward pass reads and writes, for memory-bound operators.
         scores: attention scores, one for each pair of tokens and head.
         calls: number of operators that a framework starts for it in the forward pass.
@@ -67,6 +68,7 @@ class Operator:
     flops: float = 0
     parameters: float = 0
     frozen: float = 0
+    matrices: float = 0
     traffic: float = 0
     scores: float = 0
     calls: float = 1
@@ -87,6 +89,12 @@ class Operator:
     def trained(self) -> float:
         """Return the number of its parameters that are trained."""
         return self.parameters - self.frozen
+
+    @property
+    def update_flops(self) -> float:
+        """Return the FLOPs of Muon's five Newton-Schulz steps; those of adapters are few, and not counted."""
+        small, large = sorted((self.width_in, self.width_out))
+        return 0.0 if self.frozen or not large else 10 * self.matrices * (2 * small + small * small / large)
 
     @property
     def num_in(self) -> float:
@@ -134,7 +142,7 @@ class Model:
     Attributes:
         sequence: tokens per sample.
         kind: ``model_type`` of the configuration; "operators" for a YAML file.
-        cuts: positions of the operators before which a pipeline may be cut.
+        split_points: positions of the operators before which a pipeline may be split.
         blocks: number of transformer layers before the first operator, before each cut, and at the end; empty without
             transformer layers.
         divides: numbers that the tensor-parallel degree must divide, by name.
@@ -177,7 +185,7 @@ def with_lora(model: Model, rank: int) -> Model:
     device repeats, such as a router, and experts get none.
     """
     if rank < 1:
-        raise ValueError(f"the rank of LoRA's adapters must be from 1 on, got {rank}")
+        raise ValueError(f"the rank of LoRA's adapters must be at least 1, got {rank}")
     operators = []
     for o in model.graph.operators:
         new = dataclasses.replace(o, frozen=o.parameters)
@@ -193,8 +201,19 @@ def with_lora(model: Model, rank: int) -> Model:
     return dataclasses.replace(model, graph=Graph(operators, model.graph.name), train_flags="")
 
 
+def with_muon(model: Model) -> Model:
+    """Return a model of which Muon updates the trained matrices of layers, and AdamW the rest."""
+    operators = [
+        dataclasses.replace(o, matrices=o.trained if o.kind in ("matmul", "experts") and o.layer is not None else 0)
+        for o in model.graph.operators
+    ]
+    flags = model.train_flags and f"{model.train_flags} --optimizer muon"
+    name = f"{model.name} with Muon"
+    return dataclasses.replace(model, name=name, graph=Graph(operators, model.graph.name), train_flags=flags)
+
+
 # Layers group operators; a pipeline may be cut between layers. The rule is that of Zheng et al., Alpa (OSDI 2022),
-# section 5.2: minimise the largest activation that crosses a cut, where no layer's work exceeds the average by more
+# section 5.2: minimize the largest activation that crosses a cut, where no layer's work exceeds the average by more
 # than a given fraction; of equal solutions, take the most even one.
 
 
@@ -220,7 +239,7 @@ def cluster_layers(
         work: (n,) the work of each operator.
         across: (n + 1,) the values that cross the place before each operator; those at both ends do not count.
         slack: fraction by which a layer may exceed the average work; more if a single operator exceeds it.
-        cuts: places where a cut is allowed; all by default.
+        split_points: positions where a split is allowed; all by default.
 
     >>> cluster_layers([1, 1, 1, 1], [0, 5, 1, 5, 0], 2)
     [0, 2]
@@ -228,7 +247,7 @@ def cluster_layers(
     n = len(work)
     places = [0, *sorted(set(range(1, n) if split_points is None else split_points)), n]
     if not 1 <= num_layers <= len(places) - 1:
-        raise ValueError(f"{n} operators with {len(places) - 2} cuts cannot be {num_layers} layers")
+        raise ValueError(f"{n} operators with {len(places) - 2} cuts do not make {num_layers} layers")
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(work, np.float64))])[places]
     price = np.asarray(across, np.float64)[places]
     limit = max((1 + slack) * sums[-1] / num_layers, _least_largest(sums, num_layers)) * (1 + 1e-12)

@@ -16,9 +16,9 @@ def vector(values: Any, name: str, least: float = -np.inf) -> np.ndarray:
     """Return a flat float array of costs; raise ValueError if a value is NaN or below ``least``."""
     array = np.asarray(values, np.float64)
     if array.ndim != 1 or not len(array):
-        raise ValueError(f"{name} must be an array (k,) of one strategy at least, got shape {array.shape}")
+        raise ValueError(f"{name} must be an array (k,) of at least one strategy, got shape {array.shape}")
     if np.isnan(array).any() or (array == -np.inf).any() or (array < least).any():
-        raise ValueError(f"{name} must be numbers{' from 0 on' if least == 0 else ''}, or inf; got {array}")
+        raise ValueError(f"{name} must be numbers{' of at least 0' if least == 0 else ''}, or inf; got {array}")
     return array
 
 
@@ -75,7 +75,7 @@ def live_sets(usages: Any, lifetimes: Any, limit: Any, num_nodes: int) -> list[t
     if len(usages) != num_nodes or (lifetimes is not None and len(lifetimes) != num_nodes):
         raise ValueError(f"usages and lifetimes must have {num_nodes} entries, one for each node")
     if not limit >= 0:
-        raise ValueError(f"limit must be a number of bytes from 0 on, got {limit}")
+        raise ValueError(f"limit must be a number of bytes of at least 0, got {limit}")
     spans = [(0.0, 1.0)] * num_nodes if lifetimes is None else [(float(a), float(b)) for a, b in lifetimes]
     if np.isnan(spans).any():
         raise ValueError(f"lifetimes must be pairs of numbers, got {lifetimes}")
@@ -177,7 +177,7 @@ class LinearForm:
     def solve(
         self, at_most: Sequence[tuple[np.ndarray, float]], time_limit: float, gap: float, *, least_excess: bool = False
     ) -> Any:
-        """Solve the program; with ``least_excess``, minimise the largest excess over an ``at_most`` limit instead."""
+        """Solve the program; with ``least_excess``, minimize the largest excess over an ``at_most`` limit instead."""
         from scipy import sparse
         from scipy.optimize import Bounds, LinearConstraint, milp
 

@@ -79,7 +79,9 @@ def choose_strategies(
         ValueError: Shapes do not fit together, or numbers are invalid.
     """
     if not time_limit > 0 or not 0 <= gap < 1:
-        raise ValueError(f"time_limit must be seconds above 0, and gap from 0 on and below 1; got {time_limit}, {gap}")
+        raise ValueError(
+            f"time_limit must be seconds above 0, and gap of at least 0 and below 1; got {time_limit}, {gap}"
+        )
     problem = _Problem(costs, edges, usages=usages, lifetimes=lifetimes, limit=limit, follow=follow, alias=alias)
     return problem.solve(time_limit, gap)
 
@@ -121,7 +123,7 @@ class _Problem:
         self._edges[u, v] = matrix if known is None else known + matrix
 
     def _drop_what_cannot_be(self) -> None:
-        """Forbid each strategy that is forbidden together with every strategy of a neighbour, until nothing changes."""
+        """Forbid each strategy that is forbidden together with every strategy of a neighbor, until nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -129,7 +131,7 @@ class _Problem:
                 if not allowed.any():
                     raise InfeasibleError(
                         f"node {v} has no strategy left: each of its {len(allowed)} costs or uses inf, or is forbidden "
-                        "with all that a neighbour may choose"
+                        "with all that a neighbor may choose"
                     )
             for (u, v), matrix in self._edges.items():
                 finite = np.isfinite(matrix)
@@ -164,9 +166,7 @@ class _Problem:
             over = [live for _, live in self._live if self._is_over(self._usage(live, strategies))]
             if over:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"no choice that keeps to {self._limit:.6g} bytes was found within {time_limit} s"
-                    )
+                    raise TimeoutError(f"no choice within {self._limit:.6g} bytes was found within {time_limit} s")
                 together += [{self._root[v]: strategies[v] for v in live} for live in over]
                 continue
             cost = self._cost(strategies)
@@ -238,11 +238,11 @@ class _Problem:
                 strategies = [chosen[root] for root in self._root]
                 usage, at, num = max((self._usage(live, strategies), t, len(live)) for t, live in self._live)
                 raise InfeasibleError(_missing(at, usage, self._limit, num))
-        raise InfeasibleError("no choice keeps clear of all forbidden pairs (inf in edges, True in alias)")
+        raise InfeasibleError("no choice avoids all forbidden pairs (inf in edges, True in alias)")
 
 
 def _missing(at: float, usage: float, limit: float, num: int) -> str:
     return (
-        f"at time {at:g}, the {num} nodes that are live take {usage:.6g} bytes at least, and {limit:.6g} are "
+        f"at time {at:g}, the {num} nodes that are live need at least {usage:.6g} bytes, and {limit:.6g} are "
         f"allowed: {usage - limit:.6g} are missing"
     )

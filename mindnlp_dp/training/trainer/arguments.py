@@ -96,7 +96,7 @@ class DataParallelArgumentsBase(TrainingArguments):
         default=False,
         metadata={
             "help": "Causal language models: compute the output layer and the loss in chunks of tokens, so that the "
-            "logits of all tokens never exist; in training the outputs have none."
+            "logits of all tokens are never in memory; outputs have no logits in training."
         },
     )
     powersgd_rank: int = field(default=DEFAULT_RANK, metadata={"help": "The rank of PowerSGD's approximation."})
@@ -217,7 +217,11 @@ class DataParallelArgumentsBase(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._join_group()
+        # The libraries know no optimizer of this name.
+        optim: Any = self.optim  # type: ignore[has-type]
+        self.optim = TrainingArguments.optim if optim == "muon" else optim
         super().__post_init__()
+        self.optim = optim if optim == "muon" else self.optim
 
     def _join_group(self) -> None:
         """Check that these settings are valid for several ranks, and set ``local_rank``."""

@@ -7,6 +7,7 @@ data, gradient exchange and evaluation are in other packages; what differs betwe
 from __future__ import annotations
 
 import abc
+import ast
 import contextlib
 import inspect
 import os
@@ -369,6 +370,21 @@ class DataParallelTrainerBase(TrainerInterface):
             **options,
         )
 
+    def create_optimizer(self, *args: Any) -> Any:
+        """Create the optimizer that the arguments name; ``optim="muon"`` is :class:`~mindnlp_dp.optim.Muon`."""
+        settings = self.args
+        if settings.optim != "muon" or self.optimizer is not None:  # type: ignore[has-type]
+            return super().create_optimizer(*args)  # type: ignore[misc]
+        # Importing MindNLP's optimizers takes seconds.
+        from mindnlp_dp.optim import Muon, muon_groups
+
+        options = {
+            "lr": settings.learning_rate, "betas": (settings.adam_beta1, settings.adam_beta2),
+            "adamw_eps": settings.adam_epsilon, "adjust_lr_fn": "match_rms_adamw", **_options_of(settings.optim_args),
+        }  # fmt: skip
+        self.optimizer = Muon(muon_groups(self.model, settings.weight_decay), **options)
+        return self.optimizer
+
     def after_optimizer_step(self) -> None:
         """Call the callbacks' ``on_optimizer_step``; the scheduler has not stepped yet."""
         call_optimizer_event(self, AFTER_OPTIMIZER, TrainerCallback)
@@ -437,3 +453,14 @@ class DataParallelTrainerBase(TrainerInterface):
 
     def _load_best_model(self) -> None:
         self.distributed_model.read_weights(Path(self.state.best_model_checkpoint))
+
+
+def _options_of(optim_args: Optional[str]) -> dict[str, Any]:
+    """Return the settings in a text such as "momentum=0.9, adjust_lr_fn=original"."""
+    try:
+        call: Any = ast.parse(f"dict({optim_args or ''})", mode="eval").body
+        if call.args:
+            raise ValueError
+        return {each.arg: getattr(each.value, "id", None) or ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError):
+        raise ValueError(f"optim_args must be settings such as momentum=0.9,ns_steps=6, got {optim_args!r}") from None

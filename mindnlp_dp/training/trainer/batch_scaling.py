@@ -54,8 +54,8 @@ class ElasticBatchSchedule:
         if not isinstance(loader, IndexedLoader) or loader.digest_of_lengths is not None:
             raise ValueError(
                 f"updates that were planned with {self.planned} samples, and whose size changes with the number of "
-                "ranks (--scale-batch), are cut from the order of a data set with an index, and not of one that is "
-                "grouped by length or makes its own batches"
+                "ranks (--scale-batch), are supported for a data set with an index, but not if it "
+                "is grouped by length or makes its own batches"
             )
         if size is not None and loader.global_batch_size != size:
             raise ValueError(

@@ -181,7 +181,7 @@ def tracker_names(report_to: Union[str, Sequence[str], None]) -> list[str]:
         return [name for name, (_, package) in TRACKERS.items() if importlib.util.find_spec(package)]
     for name in names:
         if name not in TRACKERS:
-            raise ValueError(f"report_to names {name!r}, which is none of {', '.join(TRACKERS)}, all and none")
+            raise ValueError(f"report_to names {name!r}, expected {', '.join(TRACKERS)}, all or none")
         package = TRACKERS[name][1]
         if importlib.util.find_spec(package) is None:
             raise ValueError(
@@ -252,5 +252,5 @@ class TrackerCallback(TrainerCallback):
         except Exception as error:  # noqa: BLE001
             self._open.pop(name, None)
             warnings.warn(
-                f"{name} gets no more of this run: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3
+                f"{name} does not log this run any more: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3
             )

@@ -50,7 +50,7 @@ class TrainerInterface(abc.ABC):
     training_loop: TrainingLoop
     replica_digest: str
 
-    # Of the library's Trainer.
+    # Of the library's Trainer. These are annotations only: a method here would hide the library's.
     model: Any
     state: Any
     control: Any
@@ -76,6 +76,10 @@ class TrainerInterface(abc.ABC):
     prediction_step: Callable[..., Any]
     floating_point_ops: Callable[[Any], float]
     evaluate: Callable[..., dict[str, float]]
+    log: Callable[..., None]
+    save_model: Callable[..., None]
+    store_flos: Callable[[], None]
+    _load_best_model: Callable[[], None]
     _prepare_inputs: Callable[[Any], Any]
     _deactivate_neftune: Callable[[Any], None]
 
@@ -132,18 +136,11 @@ class TrainerInterface(abc.ABC):
     # Logs.
 
     @abc.abstractmethod
-    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log, as the library's Trainer does."""
-
-    @abc.abstractmethod
     def logging_off(self) -> contextlib.AbstractContextManager[None]:
         """Let :meth:`log` do nothing in this block, in which the user's loss is computed to compare it."""
 
     @abc.abstractmethod
     def learning_rate_to_log(self) -> float: ...
-
-    @abc.abstractmethod
-    def store_flos(self) -> None: ...
 
     @abc.abstractmethod
     def on_metrics(self, metrics: dict[str, float]) -> None:
@@ -164,14 +161,8 @@ class TrainerInterface(abc.ABC):
         """Prepare for a checkpoint at ``path``; ``metrics`` are of an evaluation after the last update, or None."""
 
     @abc.abstractmethod
-    def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None: ...
-
-    @abc.abstractmethod
     def write_pickled_weights(self, folder: Path) -> None:
         """Write a module's weights as the library does with ``save_safetensors=False``."""
 
     @abc.abstractmethod
     def load_callback_states(self, saved: Mapping[str, Any]) -> None: ...
-
-    @abc.abstractmethod
-    def _load_best_model(self) -> None: ...

@@ -33,7 +33,7 @@ from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.optim.updater import Updater
-from mindnlp_dp.optim.updater_factory import make_updater, warn_of_parameters_left_out
+from mindnlp_dp.optim.updater_factory import check_matrices, make_updater, warn_of_parameters_left_out
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
@@ -117,6 +117,7 @@ class TrainingLoop:
         self.synchronizer = trainer.synchronizer(trainer.model)
         named = zip(self.synchronizer.names, self.synchronizer.parameters)
         warn_of_parameters_left_out(trainer.optimizer, named, self.group)
+        check_matrices(trainer.optimizer, trainer.model)
         self.train_step = self._make_train_step()
         self.run_state = Run(trainer.distributed_model, self.train_step)
         trainer.state = TrainerState()
@@ -252,7 +253,10 @@ class TrainingLoop:
             self._log_evaluate_save()
         if position.epoch_done and position.update == 0:
             if self.world.is_main:
-                print(f"epoch {position.epoch} holds no batches; training stops at step {trainer.state.global_step}")
+                print(
+                    f"the data set is empty in epoch {position.epoch}; training stops at step "
+                    f"{trainer.state.global_step}"
+                )
             trainer.control.should_training_stop = True
         position.ending_epoch = True
         position.epoch_done |= self.agree.agreed["should_epoch_stop"] or position.update == self.updates_per_epoch
@@ -528,9 +532,12 @@ class TrainingLoop:
         if self.trainer.world.is_main:
             where = f"this run was stopped at update {state.global_step} of {total}"
             if stopped_early:
-                print(f"{where} by early stopping, and has ended: nothing is left to train", flush=True)
+                print(f"{where} by early stopping, and is complete: there is nothing left to train", flush=True)
             elif is_restarted:
-                print(f"{where}, before its job was restarted, and has ended: nothing is left to train", flush=True)
+                print(
+                    f"{where}, before its job was restarted, and is complete: there is nothing left to train",
+                    flush=True,
+                )
             else:
                 print(f"{where}; it is resumed there, and continues to its end", flush=True)
         return is_restarted or stopped_early

@@ -264,7 +264,7 @@ _FAILED = re.compile(r"\b(AllGather|AllReduce|Broadcast|ReduceScatter) failed\b"
 # The timeouts of MCCL, MindSpore's CPU library.
 #
 # MindSpore's cluster fails a collective on CPU if a rank does not arrive within MS_NODE_TIMEOUT seconds, or if a
-# neighbour in the ring has exited; for both it says "AllGather failed". The MindSpore transport wraps its calls here,
+# neighbor in the ring has exited; for both it says "AllGather failed". The MindSpore transport wraps its calls here,
 # so that errors say which rank waited, how long, and in which call.
 
 
@@ -288,7 +288,7 @@ class TimeoutReportingCalls:
     """Wraps the methods of ``collectives``, which return when all ranks have arrived.
 
     The launcher's monitor sees which call this rank is blocked in, even when a backward pass begins the exchange of a
-    gradient. A call that fails after a long wait, or because a neighbour exited, raises
+    gradient. A call that fails after a long wait, or because a neighbor exited, raises
     :class:`CollectiveTimeoutError`.
     """
 
@@ -311,11 +311,11 @@ class TimeoutReportingCalls:
                     if not _FAILED.search(str(error)):
                         raise
                     raise CollectiveTimeoutError(
-                        f"rank {self._rank} lost a rank that it exchanges with, {waited:.0f} s after it came to "
-                        f"{name}: that one has ended, as its log says"
+                        f"rank {self._rank} lost the connection to another rank, {waited:.0f} s after it "
+                        f"entered {name}: that rank has ended, see its log"
                     ) from error
                 raise CollectiveTimeoutError(
-                    f"rank {self._rank} waited {waited:.0f} s in {name} for a rank that did not come, and MindSpore "
+                    f"rank {self._rank} waited {waited:.0f} s in {name} for a rank that did not arrive, and MindSpore "
                     f"gave up. That rank has ended, as its log says, or it is late by more than {VARIABLE}, which is "
                     f"{timeout_seconds():.0f} s here. mindnlp-dp run --backend mindspore sets it to an hour; "
                     f"elsewhere: export {VARIABLE}=600"

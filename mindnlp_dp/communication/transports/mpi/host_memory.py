@@ -83,8 +83,8 @@ def why_not_shared(ranks_by_host: Sequence[int]) -> str:
     if len(set(ranks_by_host)) <= 1:
         return ""
     return (
-        f"hosts have {min(ranks_by_host)} to {max(ranks_by_host)} ranks; start as many on every host to have gradients "
-        "exchanged in shared memory, several times faster"
+        f"hosts have {min(ranks_by_host)} to {max(ranks_by_host)} ranks; start the same number on every host, so that "
+        "gradients are exchanged in shared memory, several times faster"
     )
 
 

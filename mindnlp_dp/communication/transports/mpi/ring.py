@@ -1,4 +1,4 @@
-"""This module reduces and gathers arrays between hosts in a ring: every host sends to its right neighbour only.
+"""This module reduces and gathers arrays between hosts in a ring: every host sends to its right neighbor only.
 
 Shared-memory exchanges call it with an mpi4py communicator and a flat array of the same length on every rank. It works
 in place (all-reduce with the same bits on every rank, reduce-scatter, all-gather), and returns the number of bytes
@@ -76,7 +76,7 @@ def _pieces(array: np.ndarray, edges: Sequence[int]) -> list[np.ndarray]:
 
 
 def _pass_on(peers: Any, outgoing: np.ndarray, incoming: np.ndarray, waiter: Optional[PollingWait]) -> None:
-    """Send to the right neighbour and receive from the left one."""
+    """Send to the right neighbor and receive from the left one."""
     right, left = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
     if waiter is None:
         peers.Sendrecv(outgoing, dest=right, recvbuf=incoming, source=left)
@@ -151,7 +151,7 @@ _WORTH_PACKING = 0.1
 # Sums between hosts without sending blocks of zeros, for exchanges in shared memory. They work in place on a flat
 # array of the same length on every rank, and give the same bits on every rank.
 #
-#     array ── which blocks hold anything? ── packed ── encoded ──▶ right neighbour
+#     array ── which blocks hold anything? ── packed ── encoded ──▶ right neighbor
 #              (one bit for 64 elements,                 (float32, fp16 or bf16)
 #               "or" over the ranks)
 

@@ -1,4 +1,4 @@
-"""Tests which cores and which scheduling policy a rank gets back after MindSpore's cluster has formed."""
+"""Test that a rank has its cores and scheduling policy again after the initialization of MindSpore's cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def state(thread=0):
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("device", ["CPU", "Ascend"])
-def test_cores_and_policy_are_given_back_to_threads_old_and_new(monkeypatch, device, fails):
+def test_cores_and_scheduling_policy_are_restored_after_cluster_init(monkeypatch, device, fails):
     usual, seen, is_over = state(), [], threading.Event()
     begun = threading.Barrier(2)
 
@@ -60,7 +60,7 @@ def test_cores_and_policy_are_given_back_to_threads_old_and_new(monkeypatch, dev
             thread.join()
 
 
-def test_where_it_is_not_allowed_ranks_meet_as_ever(monkeypatch):
+def test_cluster_init_works_without_permission_to_change_the_scheduling_policy(monkeypatch):
     def refuse(*args):
         raise PermissionError("seccomp")
 

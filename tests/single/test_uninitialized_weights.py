@@ -69,7 +69,7 @@ def with_row(value):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_value_of_an_initializer_reaches_the_parameter(way):
+def test_initializer_values_reach_the_parameter(way):
     if way == "copy_" and not hasattr(mindspore.Tensor, "copy_"):
         pytest.skip("this MindSpore has no Tensor.copy_")
     parameter = WAYS[way]()
@@ -85,14 +85,14 @@ def test_a_value_of_an_initializer_reaches_the_parameter(way):
      "FalconForCausalLM", "MBartForConditionalGeneration", "LongformerForMaskedLM", "RemBertForMaskedLM",
      "PLBartForConditionalGeneration", "ConvBertForMaskedLM", "MiniCPM3ForCausalLM"],
 )  # fmt: skip
-def test_models_from_a_configuration_have_values(name):
+def test_models_built_from_a_config_have_initial_values(name):
     for each, parameter in build(find(name)).named_parameters():
         assert not is_uninitialized(parameter), each
         if parameter.ndim > 1 or each.endswith("weight"):
             assert not is_zero_by_mistake(each, parameter), each
 
 
-def test_a_new_head_on_a_pretrained_model_has_values(tmp_path):
+def test_a_new_head_on_a_pretrained_model_has_initial_values(tmp_path):
     from mindnlp.transformers import XLMRobertaForSequenceClassification, XLMRobertaModel
 
     base = build(find("XLMRobertaForSequenceClassification")).roberta
@@ -107,7 +107,7 @@ def test_a_new_head_on_a_pretrained_model_has_values(tmp_path):
     )
 
 
-def test_chatglm_leaves_the_layers_of_others_alone():
+def test_chatglm_does_not_change_the_initialization_of_other_layers():
     build(find("ChatGLM2ForConditionalGeneration"))
     from mindnlp.transformers import ChatGLM2ForConditionalGeneration
     from small_models import small_config
@@ -116,7 +116,7 @@ def test_chatglm_leaves_the_layers_of_others_alone():
     assert nn.Linear(8, 8).weight.asnumpy().std() > 0.1
 
 
-def test_kernels_refuse_a_tensor_without_memory():
+def test_kernels_refuse_an_uninitialized_tensor():
     x = mindspore.Tensor(np.ones((2, 4), np.float32))
     with pytest.raises(RuntimeError, match=r"a tensor of shape \(3, 4\) is uninitialized"):
         functional.linear(x, without_memory())
@@ -128,22 +128,22 @@ def broken(model, value):
 
 
 @pytest.mark.core
-def test_the_trainer_names_a_weight_without_values(tmp_path):
+def test_the_trainer_refuses_an_uninitialized_weight(tmp_path):
     model = broken(tiny_roberta(), nn.Parameter(mindspore.ops.zeros((16, 16))))
     mindspore.Tensor.assign_value.__wrapped__(
         model.classifier.dense.weight, initializer(Normal(1.0), (16, 16), mindspore.float32)
     )
-    with pytest.raises(ValueError, match=r"'classifier.dense.weight' of shape \(16, 16\) was never initialised"):
+    with pytest.raises(ValueError, match=r"'classifier.dense.weight' of shape \(16, 16\) was never initialized"):
         train(model, Rows(8), tmp_path)
 
 
-def test_the_trainer_warns_of_a_weight_that_is_zero(tmp_path):
+def test_the_trainer_warns_of_a_trainable_weight_of_zeros(tmp_path):
     model = broken(tiny_roberta(), nn.Parameter(mindspore.ops.zeros((16, 16))))
     with pytest.warns(RuntimeWarning, match="trainable weights are all zero: 'classifier.dense.weight'"):
         train(model, Rows(8), tmp_path)
 
 
-def test_a_loop_of_ones_own_names_them_too():
+def test_make_train_step_refuses_uninitialized_weights_and_warns_of_zeros():
     model = tiny_roberta()
     model.classifier.out_proj.weight = nn.Parameter(mindspore.ops.zeros((3, 16)))
     parameters = list(model.trainable_params())
@@ -160,7 +160,7 @@ def test_a_loop_of_ones_own_names_them_too():
         dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters)
 
 
-def test_what_is_zero_on_purpose_is_passed_over(group):
+def test_weights_that_are_zero_by_design_give_no_warning(group):
     from mindnlp.peft import LoraConfig, get_peft_model
 
     model = get_peft_model(tiny_roberta(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
