@@ -300,7 +300,7 @@ def test_what_fully_sharded_models_cannot_do_is_refused(group):
     model = dp.fully_shard(build("roberta"))
     with pytest.raises(ValueError, match="zero_stage=2, and this model is fully sharded"):
         step(model, zero_stage=2)
-    for kind in (dp_optim.LAMB, dp_optim.LARS, type("Own", (optim.AdamW,), {})):
+    for kind in (dp_optim.LAMB, dp_optim.LARS, dp_optim.Muon, type("Own", (optim.AdamW,), {})):
         with pytest.raises(ValueError, match=f"{kind.__name__} may need whole weights"):
             step(model, kind)
     with pytest.raises(ValueError, match="compression='powersgd' is not supported with fsdp"):
