@@ -176,7 +176,9 @@ class ParallelConfig(RunConfig):
                 shown = ", ".join(choice or "nothing" for choice in choices)
                 raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
         with as_input_error():
-            parse_mesh(self.mesh)
+            others = [axis for axis, size in parse_mesh(self.mesh).items() if size != 1 and axis not in ("dp", "fsdp")]
+            if self.zero_stage == "3" and others:
+                raise InputError(f"zero_stage=3 is for data parallelism (dp, fsdp), and the mesh has {others[0]}; use 2")
             parse_layers(self.pipeline_layers)
         if self.profile:
             # Imported here because it imports NumPy, which is slow.

@@ -332,7 +332,8 @@ def test_the_topics_of_the_python_manual_are_split_into_train_and_test():
         (["--lora-rank", "-1"], "lora_rank must be at least 0"),
         (["--model", "x", "--use-dora"], "use_rslora and use_dora change LoRA's adapters, and lora_rank is 0"),
         (["--lora-dropout", "1"], "lora_dropout must be from 0 to 1"),
-        (["--mesh", "tp=2", "--zero-stage", "3"], "zero_stage must be one of"),
+        (["--mesh", "tp=2", "--zero-stage", "3"], "zero_stage=3 is for data parallelism"),
+        (["--zero-stage", "4"], "zero_stage must be one of"),
     ],
 )
 def test_invalid_settings_are_refused(flags, message):
