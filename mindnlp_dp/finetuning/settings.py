@@ -178,7 +178,7 @@ class ParallelConfig(RunConfig):
         with as_input_error():
             others = [axis for axis, size in parse_mesh(self.mesh).items() if size != 1 and axis not in ("dp", "fsdp")]
             if self.zero_stage == "3" and others:
-                raise InputError(f"zero_stage=3 is for data parallelism (dp, fsdp), and the mesh has {others[0]}; use 2")
+                raise InputError(f"zero_stage=3 is for data parallelism (dp, fsdp), got {others[0]}; use 2")
             parse_layers(self.pipeline_layers)
         if self.profile:
             # Imported here because it imports NumPy, which is slow.
