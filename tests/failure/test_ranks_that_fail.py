@@ -1,4 +1,4 @@
-"""Test that a failed rank ends its job, and that the launcher reports the rank, its exit code or signal and its error."""
+"""Test that a failed rank ends its job, and that the launcher reports the rank, its exit code or signal, its error."""
 
 from __future__ import annotations
 
