@@ -113,7 +113,7 @@ def test_class_weights_and_the_best_model_equal_one_process(files, model):
     assert lines[0].startswith("update  2/12  epoch   0.33  loss ")
 
 
-@pytest.mark.parametrize("name", ["label smoothing", "group by length", "LoRA"])
+@pytest.mark.parametrize("name", ["label smoothing", "group by length", "muon", "LoRA"])
 def test_finetune_losses_equal_one_process(files, model, name):
     same_losses(files, model, name)
 
