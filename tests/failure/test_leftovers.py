@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from npu_host import NpuHost
 
 from conftest import (
     BACKENDS,
@@ -293,8 +294,11 @@ def test_output_of_a_thread_after_the_main_thread_is_shown(tmp_path):
     assert (job.exit_code, job.output) == (0, "the main thread has ended\nfrom the thread\nfrom a child\n")
 
 
-def test_mindspore_ranks_stay_alive_until_all_scripts_have_ended(tmp_path):
-    """Check that what MCCL's threads have not sent at the end of a script still reaches the other ranks."""
+@pytest.mark.parametrize("device", ["CPU", "Ascend"])
+def test_mindspore_ranks_stay_alive_until_all_scripts_have_ended(tmp_path, monkeypatch, device):
+    """Check that what a library has not sent at the end of a script still reaches the other ranks."""
+    if device == "Ascend":
+        NpuHost(tmp_path / "host", monkeypatch, num_cards=2)
     script = """
         import os, time
         from pathlib import Path

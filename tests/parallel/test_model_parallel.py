@@ -10,6 +10,7 @@ import mindspore
 import numpy as np
 import pytest
 from mindnlp.core import optim
+from mindnlp.engine import TrainerCallback
 from sharded_models import (
     BACK,
     HAS_MESSAGES,
@@ -1056,3 +1057,22 @@ def test_model_init_may_return_a_sharded_model(group, tmp_path):
     trainer = train_by_trainer(None, Sentences(), tmp_path, ByInit, per_device_train_batch_size=2)
     assert trainer.group is mesh.dp_group
     assert trainer.state.global_step > 0
+
+
+@needs_mpi
+@pytest.mark.skipif(WORLD_SIZE not in (2, 4), reason="two ranks share the experts")
+def test_a_callback_may_change_the_averaged_gradients_of_experts_and_of_other_layers(group, tmp_path):
+    class ZeroesEveryOther(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            for name, parameter in model.named_parameters():
+                if "q_proj" in name or "w1" in name:
+                    assert parameter.grad is not None, name
+                    parameter.grad = parameter.grad * 0
+
+    model = dp.parallelize(build("mixtral"), dp.init_device_mesh({"ep": 2, "dp": group.world_size // 2}))
+    before = whole_weights(model)
+    settings = {"per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2}
+    trainer = train_by_trainer(model, Sentences("mixtral"), tmp_path, callbacks=[ZeroesEveryOther()], **settings)
+    for name, weight in whole_weights(trainer.model).items():
+        if name.endswith("_proj.weight") or ".w" in name:
+            assert np.array_equal(weight, before[name]) == ("q_proj" in name or "w1" in name), name
