@@ -370,7 +370,7 @@ def test_a_restart_without_a_log_folder_exits_with_the_code_of_a_temporary_failu
     """The exit code does not tell a job manager such as Kubernetes that the command line is wrong."""
     job = run_job(tmp_path, "--max-restarts", 5, LOSES_ITS_LOGS.format(then="open('logs', 'w').close()"))
     assert job.exit_code == 75, job.output
-    assert "cannot be made" in job.output
+    assert "cannot be created" in job.output
     assert "cannot be written to" in job.output
     assert "the job is over: 3 attempts in a row have not finished a single update" in job.output
 
