@@ -156,11 +156,12 @@ kernels_on_other_cores() {
 smoke=(@collectives.py @gradient_sync.py @equivalence.py)
 updates=@zero.py::test_every_zero_stage_gives_the_weights_of_one_rank_to_the_bit
 adamw=("$updates[0-adamw]" "$updates[1-adamw]" "$updates[2-adamw]" "$updates[auto-adamw]")
-cut=@model_parallel.py::test_a_model_that_is_cut_trains_what_one_process_trains
-schedules=@model_parallel.py::test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight
+sharded=@model_parallel.py::test_a_sharded_model_on_every_mesh_trains_the_weights_of_one_process
+schedules=@model_parallel.py::test_every_pipeline_schedule_matches_one_process_and_its_in_flight_count
 # Pipelines over MindSpore's own library, which has no tags.
-pipelines=("$schedules" "$cut[gpt2-pp=2]" @model_parallel.py::test_fewer_micro_batches_than_stages
-  @model_parallel.py::test_micro_batches_of_different_sizes_and_none_at_all)
+pipelines=("$schedules" "$sharded[gpt2-pp=2]"
+  @model_parallel.py::test_a_pipeline_accepts_fewer_micro_batches_than_stages
+  @model_parallel.py::test_a_pipeline_accepts_uneven_and_empty_micro_batches)
 resumed=@resuming.py::test_resume_on_another_number_of_ranks_keeps_the_global_batch_and_the_order
 
 if [ $tests = core ]; then
@@ -218,8 +219,9 @@ else
   # and models; and a training that must equal that of one process.
   over_transport=(@collectives.py @types.py @gradient_sync.py @overlap.py @overlap_gone_wrong.py @powersgd.py
     @replicas.py @buffers.py @equivalence.py @trainer.py @evaluation.py @parallel_operators.py @functional.py
-    @device_calls.py @device_update.py @resharding.py @timeline.py @language_models.py "$updates" "$cut[gpt2-tp=2]"
-    @model_parallel.py::test_meshes_that_cannot_be @model_parallel.py::test_stages_and_experts_that_cannot_be)
+    @device_calls.py @device_update.py @resharding.py @timeline.py @language_models.py "$updates" "$sharded[gpt2-tp=2]"
+    @model_parallel.py::test_invalid_device_meshes_are_refused
+    @model_parallel.py::test_parallelize_refuses_stages_and_experts_that_do_not_fit)
   # With four ranks: what depends on their number, such as sums, shards, and groups of some of the ranks; two hosts with
   # two ranks each.
   at_four=(@collectives.py @types.py @shared_memory.py @between_hosts.py @algorithms.py @gradient_sync.py @powersgd.py
@@ -236,8 +238,8 @@ else
     @batch_across_ranks.py::test_router_loss_of_sharded_models_equals_one_process)
   if [ $tests = all ]; then
     parallel "its transport" msrun 2 "${over_transport[@]}" "${pipelines[@]}"
-    parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]" \
-      "$cut[gpt2-pp=2,tp=2]" "$schedules"
+    parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$sharded[gpt2-dp=2,tp=2]" \
+      "$sharded[gpt2-pp=2,tp=2]" "$schedules"
     parallel smoke mindspore 2 "${smoke[@]}"
     at_four+=(@after_a_failure.py @bad_losses.py @buffers.py @functional.py @kernels.py @models.py @overlap.py
       @recompute.py @replicas.py @trainer.py "$resumed")
@@ -250,8 +252,8 @@ else
       "$schedules[acknowledged-pp=2,dp=2|1,tp=1|2-eager-1f1b]"
     parallel "meshes, core" mpi 4 "${meshes[@]}" -m "$core"
     # Meshes with three axes, and stages with meshes of their own.
-    parallel "meshes" mpi 8 "$cut[gpt2-dp=2,pp=2,tp=2]" "$cut[gpt2-pp=3,dp=2|4|1,tp=1|1|2]" \
-      @model_parallel.py::test_a_folder_of_weights_into_an_empty_model_and_back
+    parallel "meshes" mpi 8 "$sharded[gpt2-dp=2,pp=2,tp=2]" "$sharded[gpt2-pp=3,dp=2|4|1,tp=1|1|2]" \
+      @model_parallel.py::test_a_sharded_empty_model_loads_pretrained_weights_and_writes_them_again
   fi
   parallel "what depends on their number" mpi 4 "${at_four[@]}"
   # A number of ranks that is not a power of two.

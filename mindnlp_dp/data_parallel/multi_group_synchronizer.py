@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-import numpy as np
-
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
-from mindnlp_dp.data_parallel.synchronizer_base import ExchangeStats, Synchronizer
+from mindnlp_dp.data_parallel.synchronizer_base import ExchangeStats, InPlace, Synchronizer
 
 
 class MultiGroupSynchronizer(Synchronizer):
@@ -74,14 +72,18 @@ class MultiGroupSynchronizer(Synchronizer):
         for synchronizer in self.synchronizers:
             synchronizer.reset_error_feedback()
 
-    def reduce(self, *, in_place: bool = False) -> Any:
-        found: list[Optional[Any]] = [None] * len(self.parameters)
-        for synchronizer, places in zip(self.synchronizers, self.places):
-            result = synchronizer.reduce(in_place=in_place)
-            for place, gradient in zip(places, result if result is not None else ()):
-                found[place] = gradient
+    def reduce(self, *, in_place: InPlace = False) -> Any:
+        """Return the means in the order of the parameters; with a list ``in_place``, each synchronizer's result."""
+        each_in_place = in_place if isinstance(in_place, list) else [in_place] * len(self.synchronizers)
+        results = [each.reduce(in_place=value) for each, value in zip(self.synchronizers, each_in_place)]
         self._add_up_costs()
-        return found if not in_place else np.array(found, bool) if self.total_loss_weight > 0 else None
+        if isinstance(in_place, list):
+            return results
+        found: list[Optional[Any]] = [None] * len(self.parameters)
+        for places, result in zip(self.places, results):
+            for place, gradient in zip(places, result):
+                found[place] = gradient
+        return found
 
     def _add_up_costs(self) -> None:
         reports = [synchronizer.last_exchange for synchronizer in self.synchronizers]

@@ -36,7 +36,7 @@ from mindnlp_dp.data_parallel.buckets.layout import check_bucket_cap_mb, complet
 from mindnlp_dp.data_parallel.device_header import DeviceHeader
 from mindnlp_dp.data_parallel.overlap import Overlap
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK, PowerSGD, check_powersgd_rank, is_compressed
-from mindnlp_dp.data_parallel.synchronizer_base import BufferedSynchronizer
+from mindnlp_dp.data_parallel.synchronizer_base import BufferedSynchronizer, InPlace
 from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.versions import mindnlp_series
 
@@ -283,8 +283,8 @@ class GradientSynchronizer(BufferedSynchronizer):
         self.losses, self.sum_of_squares = values.losses, values.sum_of_squares
         return values.used > 0, np.array([*theirs, values.num_bad, values.num_changed])
 
-    def reduce(self, *, in_place: bool = False) -> Any:
-        self._in_place = in_place
+    def reduce(self, *, in_place: InPlace = False) -> Any:
+        self._in_place = bool(in_place)
         try:
             gradients = super().reduce()
         finally:

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.communication.transports.channel import Channel
+
+# Whether means stay in the buckets; of several synchronizers combined, a list with the answer for each.
+InPlace = Union[bool, list[bool]]
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ class Synchronizer(abc.ABC):
         """Discard what this rank has accumulated, as after an exception, so that no partial sum is exchanged."""
 
     @abc.abstractmethod
-    def reduce(self, *, in_place: bool = False) -> Any:
+    def reduce(self, *, in_place: InPlace = False) -> Any:
         """Exchange the accumulated gradients and begin a new update; a collective, called by every rank.
 
         Returns the weighted mean for every parameter, in private memory of this rank; only None if the ranks skipped
@@ -264,7 +267,7 @@ class BufferedSynchronizer(Synchronizer):
     def skip(self) -> None:
         self._skipped += 1
 
-    def reduce(self, *, in_place: bool = False) -> Any:
+    def reduce(self, *, in_place: InPlace = False) -> Any:
         assert not in_place, "only buckets keep means in place"
         began = time.perf_counter()
         num_bytes, num_calls = self.num_bytes, self.num_calls

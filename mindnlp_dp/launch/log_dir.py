@@ -43,7 +43,7 @@ class LogDir:
 
     Raises:
         LaunchError: the folder belongs to another user, who could replace what is in it.
-        TemporaryError: the folder cannot be made.
+        TemporaryError: the folder cannot be created.
     """
 
     def __init__(self, path: Optional[Path] = None) -> None:
@@ -63,7 +63,7 @@ class LogDir:
         """Make and return the folder of the next attempt, ``attempt_N``.
 
         Raises:
-            TemporaryError: the first attempt's folder cannot be made. A later attempt then uses the last one's.
+            TemporaryError: the first attempt's folder cannot be created. A later attempt then uses the last one's.
         """
         try:
             while True:

@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mindnlp_dp.data_parallel.multi_group_synchronizer import MultiGroupSynchronizer
 from mindnlp_dp.optim.updater import Updater
 
@@ -20,18 +18,12 @@ class MultiGroupUpdater(Updater):
 
     def __init__(self, optimizer: Any, synchronizer: MultiGroupSynchronizer, updaters: Sequence[Updater]) -> None:
         super().__init__(optimizer, synchronizer.parameters)
-        self._synchronizer = synchronizer
         self._updaters = updaters
         self.scheduler = updaters[0].scheduler
-        self.reads_buckets = updaters[0].reads_buckets
+        self.reads_buckets = [bool(updater.reads_buckets) for updater in updaters]
 
     def receive(self, gradients: Any, synchronizer: Any) -> Any:
-        of_each: list[Any] = [
-            None if gradients is None else [gradients[i] for i in places] for places in self._synchronizer.places
-        ]
-        if self.reads_buckets:
-            of_each = [None if used is None else np.array(used) for used in of_each]
-        triples = zip(self._updaters, of_each, self._synchronizer.synchronizers)
+        triples = zip(self._updaters, gradients, synchronizer.synchronizers)
         return [updater.receive(mine, each) for updater, mine, each in triples]
 
     def call_with_gradients(self, gradients: Any, before_update: Callable[[], None]) -> Any:

@@ -69,15 +69,6 @@ class Muon(mindnlp_api().optim.AdamW):  # type: ignore[misc]
         if param_group["use_muon"]:
             _check_group(param_group)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of another Muon's ``state_dict``; raise ValueError if it is that of another optimizer."""
-        if not all("use_muon" in group for group in state_dict["param_groups"]):
-            raise ValueError(
-                "the saved state is not that of Muon: its groups do not have use_muon; continue with the optimizer "
-                "that saved it, or start without its state"
-            )
-        super().load_state_dict(state_dict)
-
     def step(self, grads: Any = None) -> None:
         """Update every parameter that has a ``grad``; ``grads`` only matches MindNLP's signature and is not used."""
         groups = self.param_groups

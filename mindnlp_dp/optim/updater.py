@@ -19,7 +19,7 @@ import numpy as np
 from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.data_parallel.model_scope import ModelScope
-from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
+from mindnlp_dp.data_parallel.synchronizer_base import InPlace, Synchronizer
 from mindnlp_dp.runtime.arrays import inspection, number_of, read
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
@@ -64,8 +64,8 @@ class Updater(abc.ABC):
     """
 
     scheduler: Any = None
-    # Whether the gradients are read from the buckets of the synchronizer: its reduce(in_place=True).
-    reads_buckets = False
+    # The ``in_place`` of the synchronizer's reduce(): whether gradients are read from its buckets.
+    reads_buckets: InPlace = False
     # The sum of squares of the gradients, if the exchange has read it; else None.
     _sum_of_squares: Optional[float] = None
 

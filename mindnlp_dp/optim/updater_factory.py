@@ -73,8 +73,6 @@ def make_updater(
             )
             for number, (each, places) in enumerate(zip(synchronizer.synchronizers, synchronizer.places))
         ]  # fmt: skip
-        if len({updater.reads_buckets for updater in updaters}) > 1:
-            return make_updater(optimizer, synchronizer, zero_stage, scheduler, scope, shows_gradients=True)
         return MultiGroupUpdater(optimizer, synchronizer, updaters)
     _check_agreement(optimizer, synchronizer, zero_stage)
     _warn_of_small_types(optimizer, synchronizer)

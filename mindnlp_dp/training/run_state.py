@@ -7,9 +7,9 @@ trees of plain data (state_tree.py). All ranks call these functions; to restore,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.distributed_model import DistributedModel
@@ -79,7 +79,8 @@ class Run:
         """Restore a saved state; the model must already have the saved weights.
 
         Raises:
-            ValueError: the model is not the one that was saved, or the optimizer updates other parameters.
+            ValueError: the model is not the one that was saved, or the optimizer is another one, or updates other
+                parameters.
         """
         digest = self.model.digest()
         if digest != saved["digest"]:
@@ -97,6 +98,7 @@ class Run:
                 f"the saved optimizer updates {others} parameters in {len(theirs)} groups, this one {ours} in "
                 f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
             )
+        error = error or _other_optimizer(step.updater.optimizer, optimizer.get("param_groups", ()))
         # With a sharded model, ranks may come to different results.
         self.group.raise_on_all_ranks(error, "restoring the optimizer")
         # Older checkpoints do not have a bucket order.
@@ -107,6 +109,22 @@ class Run:
         if step.updater.scheduler is not None:
             step.updater.scheduler.load_state_dict(saved["scheduler"])
         step.losses.load_states(saved["losses"])
+
+
+def _other_optimizer(optimizer: Any, saved_groups: Iterable[Mapping[str, Any]]) -> Optional[ValueError]:
+    """Return an error if saved parameter groups have settings of another optimizer, which would fail in its step.
+
+    Settings that are off do not count: newer versions of an optimizer may have more of them.
+    """
+    for mine, theirs in zip(getattr(optimizer, "param_groups", ()), saved_groups):
+        settings = {**theirs, **mine}
+        others = {name for name in mine.keys() ^ theirs.keys() if settings[name]} - {"params", "initial_lr"}
+        if others:
+            return ValueError(
+                f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}: only one of the two "
+                f"has {', '.join(sorted(others))}; resume with the optimizer that saved it"
+            )
+    return None
 
 
 def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any], way_out: str) -> None:

@@ -47,11 +47,11 @@ class _SeenLoss:
 class TrainStep:
     """Accumulates gradients, exchanges them and updates the weights; every rank calls it once per update.
 
-    If a loss is NaN or infinite, its micro-step is left out
-    with a warning; if the averaged gradient is, the update is left out. Without ``leave_out_bad_losses`` both raise
-    FloatingPointError on every rank. ``resync_tied_weights`` is called after every update of the weights, and
-    ``adapters`` checks the gradients of the first one. ``before_update`` and ``after_update`` are called around the
-    optimizer's step, the latter before the scheduler steps.
+    If a loss is NaN or infinite, its micro-step is left out with a warning; if the averaged gradient is, the update
+    is left out. Without ``leave_out_bad_losses`` both raise FloatingPointError on every rank.
+    ``resync_tied_weights`` is called after every update of the weights, and ``adapters`` checks the gradients of
+    the first one. ``before_update`` and ``after_update`` are called around the optimizer's step, the latter before
+    the scheduler steps.
     """
 
     def __init__(

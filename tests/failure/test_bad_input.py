@@ -1,4 +1,4 @@
-"""Test a user's mistakes with the training script: one message, and an unchanged output folder."""
+"""Test that mistakes in the files and flags of scripts/finetune.py give one error message and write no results."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def ends(folder):
 
 @pytest.mark.core
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_one_message_and_nothing_written(tmp_path, mistake):
+def test_bad_training_files_give_one_error_message_and_no_output_folder(tmp_path, mistake):
     train, test, flags, message = MISTAKES[mistake]
     assert_one_message(run_job(tmp_path, *command(tmp_path, train, test, *flags)), message)
     assert not (tmp_path / "out").exists()
@@ -96,7 +96,7 @@ def test_help_is_printed_by_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("backend", MPI_FIRST)
-def test_more_ranks_than_samples(tmp_path, backend):
+def test_more_ranks_than_samples_are_refused(tmp_path, backend):
     two = "text,label\nyes,a\nno,b\n"
     job = run_job(tmp_path, *command(tmp_path, two, two, "--global-batch-size", "3"), nproc=3, backend=backend)
     assert job.exit_code == 1
@@ -107,14 +107,14 @@ def test_more_ranks_than_samples(tmp_path, backend):
 
 
 @pytest.mark.core
-def test_an_unknown_config_key(ends):
+def test_an_unknown_config_key_is_refused(ends):
     for rank in ends["unknown key"]:
         assert rank.exit_code == 1
         assert "c.yaml: unknown key 'epochs'" in rank.output
 
 
 @pytest.mark.parametrize("path", NO_NAME, ids=lambda path: path.name)
-def test_no_name_for_the_results(folder, ends, path):
+def test_an_empty_output_dir_is_refused_and_no_file_is_written(folder, ends, path):
     for rank in ends[path.name]:
         assert_one_message(rank, "error: output_dir must name a folder, got ''")
     written = {"c.yaml", "logs", "runs.json", "runs_0.json", "runs_1.json", "unwritable", "whole"}
@@ -122,7 +122,7 @@ def test_no_name_for_the_results(folder, ends, path):
 
 
 @pytest.mark.core
-def test_results_that_cannot_be_written_leave_no_half(folder, ends):
+def test_an_unwritable_plot_fails_all_ranks_and_leaves_no_partial_report(folder, ends):
     """Every rank fails with the error, and no report claims success."""
     output = folder / "unwritable" / "out"
     for rank in ends["unwritable"]:
@@ -132,7 +132,7 @@ def test_results_that_cannot_be_written_leave_no_half(folder, ends):
     assert not [name for name in os.listdir(output) if name.startswith(".")]
 
 
-def test_a_run_goes_on_from_its_checkpoints(folder, ends, tmp_path):
+def test_finetune_resumes_from_its_checkpoint_and_refuses_damaged_ones(folder, ends, tmp_path):
     """It continues after update 5 with the report of an uninterrupted run; fails if all checkpoints are damaged."""
     whole = folder / "whole" / "out"
     expected = json.loads((whole / "report.json").read_text())
@@ -159,7 +159,7 @@ def test_a_run_goes_on_from_its_checkpoints(folder, ends, tmp_path):
     assert ranks["damaged"][0].output.startswith("error: no complete checkpoint in")
 
 
-def test_the_scripts_say_which_python_they_need():
+def test_an_unsupported_python_is_refused_with_the_supported_versions():
     done = subprocess.run(
         ["bash", "-c", f"source {ROOT}/scripts/environment.sh && ensure_environment mpi"],
         env={**os.environ, "PYTHON": "/bin/false", "VENV": "/tmp/mindnlp-dp-no-such-venv"},
@@ -172,7 +172,7 @@ def test_the_scripts_say_which_python_they_need():
 
 @pytest.mark.usefixtures("own_imports")
 @pytest.mark.parametrize("backend", MPI_FIRST)
-def test_what_lies_in_the_current_folder_is_not_imported(tmp_path, backend):
+def test_modules_in_the_current_folder_are_not_imported(tmp_path, backend):
     """Files there replace neither the standard library nor this package (CWE-427)."""
     here = tmp_path / "here"
     (here / "mindnlp_dp").mkdir(parents=True)

@@ -147,7 +147,7 @@ def inject(tmp_path, monkeypatch):
 
 
 @pytest.mark.core
-def test_a_wrong_collective_is_found_on_the_rank_that_has_it(tmp_path, inject, monkeypatch, capsys):
+def test_the_device_report_finds_a_wrong_collective_and_its_rank(tmp_path, inject, monkeypatch, capsys):
     inject(WRONG_MINIMUM)
     monkeypatch.setattr(device_report, "checks_for", lambda _: [("collectives", device_report.check_collectives)])
     assert device_report.run_device_report([0, 1], tmp_path / "report.md") == 1
@@ -157,7 +157,7 @@ def test_a_wrong_collective_is_found_on_the_rank_that_has_it(tmp_path, inject, m
 
 
 @pytest.mark.slow
-def test_wrong_gradients_are_found(tmp_path, inject, monkeypatch, capsys):
+def test_the_device_report_finds_wrong_gradients(tmp_path, inject, monkeypatch, capsys):
     inject(WRONG_WEIGHT)
     checks = [("equivalence with one process", device_report.check_equivalence)]
     monkeypatch.setattr(device_report, "checks_for", lambda _: checks)
@@ -165,7 +165,7 @@ def test_wrong_gradients_are_found(tmp_path, inject, monkeypatch, capsys):
     assert "FAIL equivalence with one process: the losses differ by " in capsys.readouterr().out
 
 
-def test_a_job_that_fails_is_shown(tmp_path, inject, monkeypatch):
+def test_the_device_report_shows_the_output_of_a_failed_job(tmp_path, inject, monkeypatch):
     inject("import sys\nif 'worker' in ' '.join(sys.orig_argv):\n    sys.exit('the driver is not loaded')\n")
     monkeypatch.setattr(device_report, "checks_for", lambda _: [("collectives", device_report.check_collectives)])
     assert device_report.run_device_report([0, 1], tmp_path / "report.md") == 1
@@ -176,7 +176,7 @@ def test_a_job_that_fails_is_shown(tmp_path, inject, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_whole_report(tmp_path):
+def test_the_device_report_passes_all_checks_on_a_cpu_and_leaves_no_files(tmp_path):
     (tmp_path / "scratch").mkdir()
     done = subprocess.run(
         [sys.executable, "-m", "mindnlp_dp", "doctor", "--devices", "0,1", "--report", "out/report.md"], cwd=tmp_path,
@@ -194,7 +194,7 @@ def test_the_whole_report(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_whole_report_of_a_host_with_npus(tmp_path, npus, capsys):
+def test_the_device_report_passes_all_checks_on_npus_that_round_differently(tmp_path, npus, capsys):
     """ZeRO's stages and a resumed run need not end with equal bits, because a device may round in another way."""
     npus.inject(ROUNDS_OTHERWISE)
     assert device_report.run_device_report([1, 0], tmp_path / "report.md") == 0
@@ -229,7 +229,7 @@ def test_the_whole_report_of_a_host_with_npus(tmp_path, npus, capsys):
         "position in the data",
     ],
 )  # fmt: skip
-def test_errors_on_npus_are_found(tmp_path, npus, monkeypatch, error, found):
+def test_the_device_report_finds_injected_errors_on_npus(tmp_path, npus, monkeypatch, error, found):
     check, said = found
     npus.inject(error)
     only(monkeypatch, check)
@@ -247,14 +247,14 @@ def test_errors_on_npus_are_found(tmp_path, npus, monkeypatch, error, found):
         ("5,4", [4, 5], "is not a list for CANN: it takes ascending ids"),
     ],
 )
-def test_devices_that_are_not_visible(tmp_path, monkeypatch, visible, devices, said):
+def test_the_device_report_refuses_devices_that_are_not_visible(tmp_path, monkeypatch, visible, devices, said):
     NpuHost(tmp_path / "host", monkeypatch)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
     with pytest.raises(ValueError, match=said):
         device_report.run_device_report(devices, tmp_path / "report.md")
 
 
-def test_jobs_see_their_devices_in_ascending_order(tmp_path, monkeypatch):
+def test_the_device_report_gives_jobs_their_devices_in_ascending_order(tmp_path, monkeypatch):
     """CANN takes no other order."""
     NpuHost(tmp_path / "host", monkeypatch)
     seen = []
@@ -265,7 +265,7 @@ def test_jobs_see_their_devices_in_ascending_order(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("devices", [[0], [1, 1], []])
-def test_devices_that_cannot_be(tmp_path, devices):
+def test_the_device_report_refuses_fewer_than_two_different_devices(tmp_path, devices):
     with pytest.raises(ValueError, match="--devices takes two or more different numbers, such as 0,1; got"):
         device_report.run_device_report(devices, tmp_path / "report.md")
     assert not (tmp_path / "report.md").exists()

@@ -1,4 +1,4 @@
-"""Test ``mindnlp-dp doctor`` on a host with eight NPUs: files for the cards, a module hccl and a changed MindSpore."""
+"""Test ``mindnlp-dp doctor`` on a simulated host with eight NPUs: device files, a module hccl, a changed MindSpore."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def to_mend(findings):
 
 # On a busy machine one rank of the probe may wait for ever for MCCL's last message from a rank that has ended.
 @pytest.mark.slow
-def test_a_healthy_host_without_mpi_needs_nothing(host):
+def test_doctor_finds_no_problems_on_an_npu_host_without_mpi(host):
     make_healthy(host)
     host.inject(WITHOUT_MPI)
     done = subprocess.run(
@@ -94,7 +94,7 @@ def test_a_healthy_host_without_mpi_needs_nothing(host):
     [({}, "set_env.sh, in every shell that starts jobs"), (TOOLKIT, "install the CANN that this MindSpore needs")],
     ids=["set_env.sh was not sourced", "CANN does not fit"],
 )
-def test_npus_that_mindspore_cannot_use_are_found(host, monkeypatch, environ, advice):
+def test_doctor_reports_npus_that_mindspore_does_not_use(host, monkeypatch, environ, advice):
     """MindSpore from PyPI, without CANN, is imported without an error, and uses the CPU."""
     monkeypatch.setattr(doctor, "_IMPORTS_MINDNLP", SAYS_ITS_DEVICE)
     for name, text in HCCL.items():
@@ -115,7 +115,7 @@ def test_npus_that_mindspore_cannot_use_are_found(host, monkeypatch, environ, ad
     ],
     ids=["not installed", "broken"],
 )  # fmt: skip
-def test_hccl_that_cannot_be_imported_is_found(host, monkeypatch, hccl, error):
+def test_doctor_reports_an_hccl_that_fails_to_import(host, monkeypatch, hccl, error):
     monkeypatch.setattr(doctor, "_IMPORTS_MINDNLP", SAYS_ITS_DEVICE)
     make_healthy(host, hccl=hccl)
     wheel = "pip install $ASCEND_HOME_PATH/lib64/hccl-*-py3-none-any.whl"
@@ -124,7 +124,7 @@ def test_hccl_that_cannot_be_imported_is_found(host, monkeypatch, hccl, error):
     assert mend.startswith("source /")
 
 
-def test_a_host_whose_jobs_use_the_cpu_needs_no_cann(host, monkeypatch):
+def test_doctor_does_not_require_cann_for_jobs_on_the_cpu(host, monkeypatch):
     monkeypatch.setattr(doctor, "_IMPORTS_MINDNLP", SAYS_ITS_DEVICE)
     environ = {**os.environ, "DEVICE_TARGET": "CPU"}
     assert to_mend(doctor.check_imports(environ)) == []
@@ -143,7 +143,7 @@ def test_a_host_whose_jobs_use_the_cpu_needs_no_cann(host, monkeypatch):
         (8, {"DEVICE_TARGET": "GPU"}, ("DEVICE_TARGET is GPU, and no device", "in a container, start it with")),
     ],
 )
-def test_devices_that_jobs_would_not_find(tmp_path, monkeypatch, cards, environ, found):
+def test_doctor_reports_invalid_or_missing_devices(tmp_path, monkeypatch, cards, environ, found):
     NpuHost(tmp_path / "host", monkeypatch, cards)
     ((said, mend),) = to_mend(doctor.check_machine((3, 11), environ))
     what, advice = found
@@ -152,7 +152,7 @@ def test_devices_that_jobs_would_not_find(tmp_path, monkeypatch, cards, environ,
 
 
 @pytest.mark.parametrize(("cards", "num_ranks"), [(1, 1), (2, 2), (8, 2)])
-def test_mpi_that_fails_need_not_be_mended_beside_npus(tmp_path, monkeypatch, cards, num_ranks):
+def test_doctor_treats_a_failed_mpi_backend_as_optional_on_npu_hosts(tmp_path, monkeypatch, cards, num_ranks):
     NpuHost(tmp_path / "host", monkeypatch, cards)
     tried = []
 

@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_a_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed, backend):
+def test_an_elastic_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed, backend):
     exit_code, output = run_job(
         tmp_path, "--grow-after", 1, ELASTIC, tmp_path, "--updates", UPDATES, "--seconds", 0.2,
         "--fault", "kill@7:2", "--fault", "raise@20:0", nproc="1:3", backend=backend,
@@ -63,7 +63,7 @@ def test_a_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed
 
 
 @pytest.mark.slow
-def test_batches_that_are_in_proportion_to_the_ranks(tmp_path):
+def test_scale_batch_makes_elastic_batches_proportional_to_the_number_of_ranks(tmp_path):
     """Every epoch reads every sample once, in smaller batches while a rank is missing."""
     exit_code, output = run_job(
         tmp_path, "--grow-after", 1, "--scale-batch", ELASTIC, tmp_path, "--updates", UPDATES, "--seconds", 0.2,
@@ -82,14 +82,14 @@ def test_batches_that_are_in_proportion_to_the_ranks(tmp_path):
     assert (epochs, read) == (UPDATES * 12 // 48, 0)
 
 
-def test_the_smallest_size_is_kept_and_a_fault_that_returns_ends_the_job(tmp_path):
+def test_an_elastic_job_keeps_its_minimum_size_and_ends_after_repeated_failures(tmp_path):
     exit_code, output = run_job(tmp_path, "import sys\nsys.exit(5)\n", nproc="2:3")
     assert exit_code == 5
     assert output.count("the job continues with 2 of 3 ranks") == 2
     assert "3 attempts in a row have not finished a single update" in output
 
 
-def test_forked_ranks_begin_as_others_do(tmp_path):
+def test_forked_ranks_start_like_new_processes(tmp_path):
     """Check the tool of these tests: umask, unbuffered output, the end by a signal, and another PYTHONPATH."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/of_the_user.py").write_text("")

@@ -74,11 +74,11 @@ def language_model(files):
 
 SETTINGS = {
     "class weights": "--class-weights balanced --eval-steps 4 --save-best macro_f1 --dropout 0.1 --lr-scheduler cosine",
-    "smoothing": "--label-smoothing 0.1 --early-stopping 1 --lr-scheduler reduce_lr_on_plateau",
-    "by length": "--group-by-length --dropout 0.1 --lr-scheduler inverse_sqrt",
+    "label smoothing": "--label-smoothing 0.1 --early-stopping 1 --lr-scheduler reduce_lr_on_plateau",
+    "group by length": "--group-by-length --dropout 0.1 --lr-scheduler inverse_sqrt",
     "muon": "--optimizer muon --micro-batch-size 2 --zero-stage 2",
     "LoRA": "--model MODEL --lora-rank 4 --lora-targets query,value",
-    "more of LoRA": "--model MODEL",
+    "continued LoRA": "--model MODEL",
     "decoder": "--model MODEL",
 }
 
@@ -102,7 +102,7 @@ def same_losses(files, model, name):
 
 
 @pytest.mark.core
-def test_class_weights_and_the_best_model_are_those_of_one_process(files, model):
+def test_class_weights_and_the_best_model_equal_one_process(files, model):
     output, report = same_losses(files, model, "class weights")
     best = max((row for row in report["history"] if "eval_macro_f1" in row), key=lambda row: row["eval_macro_f1"])
     assert report["eval_macro_f1"] == pytest.approx(best["eval_macro_f1"])
@@ -113,13 +113,13 @@ def test_class_weights_and_the_best_model_are_those_of_one_process(files, model)
     assert lines[0].startswith("update  2/12  epoch   0.33  loss ")
 
 
-@pytest.mark.parametrize("name", ["smoothing", "by length", "LoRA"])
-def test_losses_are_those_of_one_process(files, model, name):
+@pytest.mark.parametrize("name", ["label smoothing", "group by length", "muon", "LoRA"])
+def test_finetune_losses_equal_one_process(files, model, name):
     same_losses(files, model, name)
 
 
 @pytest.mark.core
-def test_adapters_of_a_classifier_are_trained_further_and_merged(files, adapters):
+def test_lora_adapters_of_a_classifier_continue_and_merge_with_the_same_eval_loss(files, adapters):
     folder, first = adapters
     assert main(["export", str(folder.parent), str(files / "merged"), "--merge-lora"]) == 0
     flags = ["--test-file", "../test.csv", "--learning-rate", "1e-20", "--max-steps", "1"]
@@ -129,15 +129,15 @@ def test_adapters_of_a_classifier_are_trained_further_and_merged(files, adapters
         assert (files / name / "out/model/adapter_config.json").exists() == (given is folder)
 
 
-def test_adapters_that_are_trained_further_have_the_losses_of_one_process(files, adapters):
-    same_losses(files, adapters[0], "more of LoRA")
+def test_continued_lora_adapters_have_the_losses_of_one_process(files, adapters):
+    same_losses(files, adapters[0], "continued LoRA")
 
 
-def test_a_classifier_of_a_language_model_has_the_losses_of_one_process(files, language_model):
+def test_a_classifier_made_from_a_language_model_has_the_losses_of_one_process(files, language_model):
     same_losses(files, language_model, "decoder")
 
 
-def test_folders_of_the_other_recipe_are_refused_before_training(files, model, adapters, language_model):
+def test_models_and_adapters_of_the_other_recipe_are_refused_before_training(files, model, adapters, language_model):
     classifier, pairs = "scripts/finetune.py --train-file train.csv --test-file test.csv", "--train-file pairs.csv"
     language = f"scripts/finetune_llm.py {pairs} --test-file pairs.csv --cache-dir cache"
     (files / "two.csv").write_text("text,label\na,x\nb,y\n")
@@ -166,7 +166,7 @@ def test_folders_of_the_other_recipe_are_refused_before_training(files, model, a
     assert not (files / "refused").exists()
 
 
-def test_a_part_of_the_file_is_held_out_and_a_part_of_the_rest_trains(files):
+def test_test_fraction_is_held_out_and_max_train_samples_are_trained(files):
     flags = "--test-fraction 0.2 --max-train-samples 50 --max-steps 2".split()
     _, report = report_of(files, "fraction", 2, *flags)
     assert report["train_samples"] == 50

@@ -1,4 +1,4 @@
-"""Test that scripts/finetune_llm.py trains the model of one process on every mesh, and the homework's LoRA after it."""
+"""Test that scripts/finetune_llm.py trains the same model on every mesh, and that LoRA adapters train on that model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MESHES = ["", "--zero-stage 0 --group-by-length", "--mesh tp=2 --check-plan", "-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_losses_are_those_of_one_process(tmp_path, alone, mesh):
+def test_finetune_llm_losses_on_every_mesh_equal_one_process(tmp_path, alone, mesh):
     flags, expected = alone
     if "muon" in flags and "tp=2" in mesh:
         pytest.skip("Muon needs full matrices")
@@ -81,7 +81,7 @@ def test_new_control_tokens_train_on_meshes_as_in_one_process(tmp_path, kind):
 
 
 @pytest.mark.core
-def test_a_language_model_and_then_adapters_for_it(tmp_path):
+def test_lora_adapters_train_on_a_model_of_finetune_llm(tmp_path):
     losses, report = report_of(tmp_path, 2, "--packing")
     assert losses[-2] < losses[0]
     assert len(report["samples"]) == 4

@@ -1,4 +1,4 @@
-"""Run the homework's complete scripts as a student does, on small data."""
+"""Test the homework's complete scripts as a student runs them, on small data."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(command, **variables):
     )  # fmt: skip
 
 
-def test_one_process_and_two_learn_the_same_task(flags, tmp_path):
+def test_homework_scripts_learn_the_task_with_one_and_two_processes(flags, tmp_path):
     single = run([sys.executable, "homework/train_single.py", *flags])
     assert single.returncode == 0, single.stderr
     report = json.loads((tmp_path / "out/report.json").read_text())
@@ -87,7 +87,7 @@ def test_one_process_and_two_learn_the_same_task(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_for_two_cpu_processes_ends_with_a_page(flags, tmp_path, venv):
+def test_the_homework_2cpu_script_writes_an_html_report(flags, tmp_path, venv):
     done = run(
         ["bash", "scripts/homework_2cpu.sh", *flags],
         VENV=venv, VIRTUAL_ENV=venv, MASTER_PORT=str(free_port()), LOG_DIR=str(tmp_path / "logs"),
@@ -98,7 +98,7 @@ def test_the_script_for_two_cpu_processes_ends_with_a_page(flags, tmp_path, venv
 
 
 @pytest.mark.slow
-def test_a_run_that_failed_gets_no_page_of_an_older_one(flags, tmp_path, venv):
+def test_a_failed_homework_run_does_not_show_an_earlier_report(flags, tmp_path, venv):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/report.json").write_text("{}")
     done = run(
@@ -111,7 +111,7 @@ def test_a_run_that_failed_gets_no_page_of_an_older_one(flags, tmp_path, venv):
 
 
 @pytest.mark.slow
-def test_the_courses_example_learns_emotions(flags, tmp_path):
+def test_the_homework_emotion_script_learns_the_task_with_two_processes(flags, tmp_path):
     done = run(
         ["bash", "scripts/homework_emotion.sh", *flags],
         DEVICE="CPU", VIRTUAL_ENV=str(Path(sys.prefix)), MASTER_PORT=str(free_port()), LOG_DIR=str(tmp_path / "logs"),
@@ -121,13 +121,13 @@ def test_the_courses_example_learns_emotions(flags, tmp_path):
 
 
 @pytest.mark.parametrize(("script", "device"), [("homework_2npu.sh", "Ascend"), ("homework_2gpu.sh", "GPU")])
-def test_without_two_cards_it_says_so(script, device):
+def test_homework_scripts_for_two_devices_are_refused_without_devices(script, device):
     done = run(["bash", f"scripts/{script}"])
     assert done.returncode == 2
     assert f"2 workers, but this host has 0 {device} devices to use" in done.stderr
 
 
-def test_without_the_data_it_says_where_it_comes_from(tmp_path):
+def test_missing_emotion_data_is_refused_with_the_download_command(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "homework/bert_emotion.py")], cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip

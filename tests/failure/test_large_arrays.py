@@ -25,7 +25,7 @@ def memory():
 
 
 @pytest.mark.usefixtures("memory")
-def test_more_than_two_gib(launch):
+def test_mpi_collectives_handle_arrays_of_more_than_2_gib(launch):
     job = launch(SCRIPT)
     assert job.exit_code == 0, job.output
     # The launcher adds a line if a rank ends, and frees its memory, long after the other.

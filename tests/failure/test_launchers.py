@@ -1,4 +1,4 @@
-"""Test launchers other than mindnlp-dp run: ranks join, or one sentence says why not, and what to type."""
+"""Test launchers other than mindnlp-dp run: their ranks join, or an error names the reason and the command to type."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ BARE_PMIX = ["env", "-u", "OMPI_COMM_WORLD_SIZE", "-u", "OMPI_COMM_WORLD_RANK"]
     [[], pytest.param([f"{name}={value}" for name, value in SLURM_STEP.items()], marks=pytest.mark.slow)],
     ids=["alone", "srun"],
 )
-def test_pmix_alone_is_served_by_mpi(start, slurm):
+def test_ranks_with_pmix_variables_only_join_over_mpi(start, slurm):
     job = start(MEET, *mpirun(*BARE_PMIX, *slurm))
     assert (job.returncode, job.stdout) == (0, "[0, 1]\n[0, 1]\n")
 
 
-def test_a_pmi_that_our_mpi_does_not_speak(start):
+def test_an_srun_pmi_that_mpi_does_not_support_is_refused(start):
     job = start(MEET, PMI_SIZE="2", PMI_RANK="0", **SLURM_STEP)
     assert job.returncode == 1
     assert "srun --mpi started 2 processes, but mpi sees 1, so that they would train separate models" in job.stdout
@@ -69,13 +69,13 @@ def test_a_pmi_that_our_mpi_does_not_speak(start):
     ],
     ids=["srun", "torchrun", "a rank table"],
 )
-def test_processes_that_cannot_meet_train_nothing(start, environ, instead):
+def test_unconnected_processes_of_srun_torchrun_or_a_rank_table_are_refused(start, environ, instead):
     job = start(MEET, **environ)
     assert job.returncode == 1
     assert f"which cannot connect to each other and would train 2 separate models; type {instead}" in job.stdout
 
 
-def test_a_rank_table_is_seen_after_mindnlp_was_imported(start):
+def test_a_rank_table_is_refused_after_mindnlp_was_imported(start):
     script = "import mindnlp_dp as dp\nimport mindnlp\ndp.init_process_group()\n"
     job = start(script, RANK_ID="0", RANK_TABLE_FILE="/x")
     assert job.returncode == 1
@@ -83,7 +83,7 @@ def test_a_rank_table_is_seen_after_mindnlp_was_imported(start):
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_our_launcher_inside_another_ones_process(launch, backend):
+def test_mindnlp_dp_run_ignores_variables_of_other_launchers(launch, backend):
     job = launch(
         MEET, backend=backend, RANK="3", WORLD_SIZE="4", RANK_ID="3", RANK_SIZE="4", RANK_TABLE_FILE="/x",
         SLURM_JOBID="7", SLURM_NODELIST="x[1-2]", **SLURM_STEP,
@@ -101,7 +101,7 @@ if group.is_main:
 """
 
 
-def test_ranks_that_nobody_bound_split_what_the_job_may_use(start):
+def test_unbound_ranks_split_the_cpu_cores_of_the_job(start):
     cores = sorted(os.sched_getaffinity(0))
     halves = [list(split_cores(cores, 2, index)) for index in range(2)]
     assert start(CORES, *mpirun("--bind-to", "none")).stdout == f"{halves}\n"
@@ -156,14 +156,14 @@ def test_an_exit_code_under_mpi4py_ends_all_ranks(start, leave, exit_code, said)
 
 @pytest.mark.core
 @pytest.mark.parametrize("options", [[], ["-m", "mpi4py"]])
-def test_an_exception_behind_init_process_group_ends_all_ranks(start, options):
+def test_an_exception_after_init_process_group_ends_all_ranks(start, options):
     job = start(leaving("raise ValueError('no such file')", INIT), *mpirun(), options=options)
     assert job.returncode == 1
     assert "ValueError: no such file" in job.stdout
     assert "reached" not in job.stdout
 
 
-def test_a_rank_that_leaves_early_says_so_and_ends_nothing(start):
+def test_a_rank_that_finishes_early_gives_a_warning_and_does_not_end_the_job(start):
     job = start(leaving("sys.exit(0)").replace("group.Barrier()", "import time; time.sleep(3)"), *mpirun())
     assert job.returncode == 0
     assert job.stdout.startswith("rank 1 of 2 reached its end 1 s ago, and others have not. If they wait for it in a")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from npu_host import NpuHost
 
 from conftest import (
     BACKENDS,
@@ -83,7 +84,7 @@ time.sleep(600)
 """
 
 
-def test_children_of_ranks_end_before_a_restart_after_mpirun_was_killed(tmp_path):
+def test_a_killed_mpirun_restarts_the_job_and_ends_children_of_ranks(tmp_path):
     """Check the out-of-memory killer, which may choose mpirun."""
     script = HEAD.replace('child(f"', 'if os.environ["MINDNLP_DP_RESTART_COUNT"] == "0": child(f"') + KILLS_MPIRUN
     job = run_job(tmp_path, "--max-restarts", 1, script)
@@ -93,14 +94,14 @@ def test_children_of_ranks_end_before_a_restart_after_mpirun_was_killed(tmp_path
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_children_that_outlive_a_job_that_succeeds_are_ended_and_named(tmp_path, backend):
+def test_children_that_outlive_a_successful_job_are_ended_and_reported(tmp_path, backend):
     job = run_job(tmp_path, HEAD, backend=backend)
     assert job.exit_code == 0, job.output
     assert "processes that the script has started still run, and are ended: sleep" in job.output
     assert children(tmp_path) == []
 
 
-def test_children_that_end_by_themselves_are_not_mentioned(tmp_path):
+def test_children_that_end_by_themselves_are_not_reported(tmp_path):
     script = """
         import multiprocessing, subprocess, sys
         if __name__ == "__main__":
@@ -124,7 +125,7 @@ IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'here_{rank}', '
         pytest.param("mindspore", signal.SIGQUIT, marks=pytest.mark.slow), ("mpi", signal.SIGQUIT),
     ],
 )  # fmt: skip
-def test_nothing_outlives_a_launcher_that_was_killed(tmp_path, backend, number):
+def test_a_killed_launcher_leaves_no_process_and_no_shared_memory(tmp_path, backend, number):
     # A process without the environment, in its own session, is found only by a launcher that lives.
     script = HEAD.replace('child(f"child_{rank}_without', '0 and child(f"child_{rank}_without') + IGNORES
     launcher = start_job(tmp_path, script, backend=backend, stdout=subprocess.DEVNULL)
@@ -144,7 +145,7 @@ def read_variable(pid: int) -> str:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_ranks_share_is_closed_to_other_users_and_goes_with_the_job(tmp_path, backend):
+def test_the_shared_folder_of_a_job_is_private_and_removed_at_its_end(tmp_path, backend):
     before = os.umask(0)
     try:
         job = run_job(
@@ -166,7 +167,7 @@ def test_what_ranks_share_is_closed_to_other_users_and_goes_with_the_job(tmp_pat
 
 
 @pytest.mark.skipif(subprocess.run(["unshare", "-pf", "true"]).returncode != 0, reason="no process namespaces here")
-def test_a_launcher_that_is_process_1_leaves_no_zombies(tmp_path):
+def test_a_launcher_with_pid_1_leaves_no_zombies(tmp_path):
     """Check a container without --init: orphans become children of the launcher."""
     script = """
         import os, subprocess, sys, time
@@ -185,7 +186,7 @@ def test_a_launcher_that_is_process_1_leaves_no_zombies(tmp_path):
     assert (done.returncode, done.stdout) == (0, "[]\n")
 
 
-def test_processes_that_are_not_of_the_job_live_on(tmp_path):
+def test_processes_that_the_job_did_not_start_are_not_ended(tmp_path):
     """Check the children of a shell that becomes the launcher, and those of an earlier job's user."""
     (tmp_path / "script.py").write_text("import sys\nsys.exit(3)\n")
     command = shlex.join(job_command(tmp_path, "script.py"))
@@ -213,7 +214,7 @@ print("the main thread has ended", flush=True)
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_a_thread_that_ends_the_process_after_the_main_thread_fails_the_job(tmp_path, backend):
+def test_os_exit_in_a_thread_after_the_main_thread_fails_the_job(tmp_path, backend):
     script = THREAD.format(seconds=1, end="os._exit(9) if os.environ.get('OMPI_COMM_WORLD_RANK', "
                                           "os.environ.get('MS_NODE_ID')) == '1' else None")  # fmt: skip
     job = run_job(tmp_path, script, backend=backend)
@@ -244,13 +245,13 @@ print("wrapped again")
 """
 
 
-def test_a_script_ends_as_it_does_under_python(tmp_path):
+def test_a_script_with_threads_and_exit_handlers_ends_as_under_python(tmp_path):
     job = run_job(tmp_path, LATER, nproc=1)
     expected = "12\na writer\nwrapped again\na thread's thread\nlogged at the end\n"
     assert (job.exit_code, job.output) == (0, expected)
 
 
-def test_a_job_that_is_run_from_python_leaves_other_children_alone(tmp_path):
+def test_run_job_does_not_end_other_children_of_the_calling_process(tmp_path):
     (tmp_path / "script.py").write_text("import subprocess, sys\nsubprocess.Popen(['sleep', '600'])\nsys.exit(3)\n")
     program = """
 import subprocess, threading, time
@@ -288,13 +289,16 @@ def test_sigterm_ends_a_launcher_whose_output_is_not_read(tmp_path):
     launcher.stdout.close()
 
 
-def test_what_a_thread_prints_after_the_main_thread_is_shown(tmp_path):
+def test_output_of_a_thread_after_the_main_thread_is_shown(tmp_path):
     job = run_job(tmp_path, THREAD.format(seconds=1, end="pass"), nproc=1)
     assert (job.exit_code, job.output) == (0, "the main thread has ended\nfrom the thread\nfrom a child\n")
 
 
-def test_a_process_of_mindspores_cluster_ends_after_the_scripts_of_all_ranks(tmp_path):
-    """Check that what MCCL's threads have not sent at the end of a script still reaches the other ranks."""
+@pytest.mark.parametrize("device", ["CPU", "Ascend"])
+def test_mindspore_ranks_stay_alive_until_all_scripts_have_ended(tmp_path, monkeypatch, device):
+    """Check that what a library has not sent at the end of a script still reaches the other ranks."""
+    if device == "Ascend":
+        NpuHost(tmp_path / "host", monkeypatch, num_cards=2)
     script = """
         import os, time
         from pathlib import Path
@@ -308,7 +312,7 @@ def test_a_process_of_mindspores_cluster_ends_after_the_scripts_of_all_ranks(tmp
     assert run_job(tmp_path, script, backend="mindspore").exit_code == 0
 
 
-def test_a_working_folder_that_is_gone_is_said_so(tmp_path):
+def test_a_deleted_working_folder_is_refused_without_a_traceback(tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     (tmp_path / "script.py").write_text("")

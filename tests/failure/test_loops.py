@@ -1,4 +1,4 @@
-"""Test the loops of homework/: two differ in marked lines only, not in their weights; a third can be killed."""
+"""Test the training loops of homework/ and two examples: equal results with any number of ranks, and resuming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def code_of(name):
 
 
 @pytest.mark.core
-def test_the_marked_lines_are_all_that_differs():
+def test_only_marked_lines_differ_between_the_two_homework_loops():
     changes = list(difflib.ndiff(code_of("loop_mindspore.py"), code_of("loop_mindnlp_dp.py")))
     added = [line[2:] for line in changes if line.startswith("+ ") and line[2:]]
     assert len(added) == 4
@@ -47,7 +47,7 @@ def test_the_marked_lines_are_all_that_differs():
 
 @pytest.mark.skipif(mindnlp_series() != "0.4", reason="the example is for MindNLP 0.4")
 @pytest.mark.parametrize("flags", [[], ["--lora"]])
-def test_preferences_are_learned_with_the_same_loss_by_any_number_of_ranks(launch, tmp_path, flags):
+def test_the_preference_example_has_the_same_dpo_loss_with_one_and_two_ranks(launch, tmp_path, flags):
     """The example has DPO's loss, with a second model or the one without its adapters as the reference."""
     found = {}
     for nproc in (1, 2):
@@ -120,7 +120,7 @@ def theirs(tmp_path_factory):
     [pytest.param(with_msrun, marks=pytest.mark.slow), pytest.param(with_ours, marks=pytest.mark.core)],
     ids=["msrun", "mpi"],
 )
-def test_both_loops_end_with_the_same_weights(tmp_path, theirs, launch):
+def test_both_homework_loops_end_with_the_same_accuracy_and_sum_of_weights(tmp_path, theirs, launch):
     mine = launch(tmp_path / "mine", "loop_mindnlp_dp.py")
     assert mine[0] == pytest.approx(theirs[0], abs=0.002)
     assert mine[1] == pytest.approx(theirs[1], rel=1e-4)
@@ -129,7 +129,7 @@ def test_both_loops_end_with_the_same_weights(tmp_path, theirs, launch):
 
 
 @pytest.mark.core
-def test_a_loop_that_is_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
+def test_a_terminated_custom_loop_resumes_and_ends_with_the_same_weights(tmp_path):
     def command(folder):
         logs = tmp_path / f"{folder}-logs"
         run = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--log-dir", str(logs)]

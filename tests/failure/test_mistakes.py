@@ -52,7 +52,7 @@ print(metrics["eval_loss"] > 0)
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_no_init_process_group(launch, backend):
+def test_a_script_without_init_process_group_gives_a_warning(launch, backend):
     job = launch(NO_INIT, backend=backend)
     assert job.exit_code == 0
     assert job.output == (
@@ -74,7 +74,7 @@ def backend_and_ends(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("backend_and_ends", CORE_UNDER_MPI, indirect=True)
-def test_a_stock_trainer_under_a_group_of_two(backend_and_ends):
+def test_the_trainer_of_mindnlp_is_refused_with_two_ranks(backend_and_ends):
     backend, ends = backend_and_ends
     by = {"mpi": "mpirun", "mindspore": "msrun"}[backend]
     for rank in ends["stock"]:
@@ -86,7 +86,7 @@ def test_a_stock_trainer_under_a_group_of_two(backend_and_ends):
 
 
 @pytest.mark.parametrize("backend_and_ends", CORE_UNDER_MPI, indirect=True)
-def test_models_that_differ_by_construction(backend_and_ends):
+def test_models_that_differ_between_ranks_are_refused(backend_and_ends):
     for rank in backend_and_ends[1]["other model"]:
         assert rank.exit_code == 1
         assert "models differ by construction: rank 0 has 'classifier.dense.weight'" in rank.output
@@ -94,7 +94,7 @@ def test_models_that_differ_by_construction(backend_and_ends):
 
 
 @pytest.mark.parametrize("backend_and_ends", CORE_UNDER_MPI, indirect=True)
-def test_a_data_set_shuffled_by_rank(backend_and_ends):
+def test_data_sets_that_differ_between_ranks_are_refused(backend_and_ends):
     for rank in backend_and_ends[1]["shuffled"]:
         assert rank.exit_code == 1
         assert "sample 0 of rank 1 is not that of rank 0: its column 'input_ids' holds int64 (8,) [" in rank.output
@@ -104,13 +104,13 @@ def test_a_data_set_shuffled_by_rank(backend_and_ends):
         )
 
 
-def test_an_evaluation_set_smaller_than_the_world_is_no_mistake(launch):
+def test_evaluation_accepts_fewer_samples_than_ranks(launch):
     job = launch(SMALL_EVALUATION, nproc=3)
     assert job.exit_code == 0, job.output
     assert job.output.endswith("True\n")
 
 
-def test_more_workers_than_devices(launch):
+def test_more_ranks_than_devices_are_refused(launch):
     job = launch(NO_INIT, nproc=3, DEVICE_TARGET="GPU", CUDA_VISIBLE_DEVICES="0,1")
     assert job.exit_code == 2
     assert job.output == "mindnlp-dp run: 3 workers, but this host has 2 GPU devices to use; start at most 2\n"
@@ -125,7 +125,7 @@ def run_msrun_script(name, *arguments, **environ):
     )
 
 
-def test_msrun_without_a_free_port():
+def test_the_msrun_script_refuses_a_master_port_in_use():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -182,7 +182,7 @@ HOSTS = {"MASTER_ADDR": "127.0.0.1", "NNODES": "2", "NODE_RANK": "0", "DEVICE": 
         ),
     ],
 )  # fmt: skip
-def test_the_scripts_check_their_variables(name, environ, message):
+def test_launch_scripts_refuse_invalid_environment_variables(name, environ, message):
     done = run_msrun_script(name, **{"DEVICE": "CPU", **environ})
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
@@ -198,7 +198,7 @@ def test_the_scripts_check_their_variables(name, environ, message):
         (["--output-dir", "--model=tiny"], "--model=tiny"),
     ],
 )
-def test_a_script_without_a_name_to_write_to_touches_nothing(tmp_path, name, flags, got):
+def test_homework_scripts_refuse_an_empty_output_dir_before_any_command(tmp_path, name, flags, got):
     """A fake rm prints what would be removed, for example a report in the root folder."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -215,6 +215,6 @@ def test_a_script_without_a_name_to_write_to_touches_nothing(tmp_path, name, fla
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_script_that_does_not_exist():
+def test_the_msrun_script_refuses_a_missing_training_script():
     done = run_msrun_script("launch_msrun.sh", "nowhere.py", DEVICE="CPU")
     assert (done.returncode, done.stderr) == (2, "error: the script nowhere.py does not exist\n")

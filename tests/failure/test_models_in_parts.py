@@ -43,7 +43,7 @@ SAID = {
     ("way", "axes"),
     [pytest.param("dies", '{"pp": 2}', marks=core), ("raises", '{"pp": 2}'), ("dies", '{"tp": 2}')],
 )
-def test_a_rank_that_fails_in_mid_update_ends_the_job(launch, way, axes):
+def test_a_rank_that_fails_during_an_update_ends_a_tp_or_pp_job(launch, way, axes):
     began = time.monotonic()
     job = launch(PIPELINE.replace("{what}", WAYS[way]).replace("{axes}", axes))
     assert job.exit_code != 0
@@ -78,13 +78,13 @@ def test_a_rank_that_fails_in_mid_update_ends_the_job(launch, way, axes):
         (4, "experts_by_device.py", [], "times the mean"),
     ],
 )
-def test_the_examples(launch, nproc, script, picture, said):
+def test_examples_of_model_parallelism_run_and_print_their_summary(launch, nproc, script, picture, said):
     job = launch(EXAMPLES / script, *picture, nproc=nproc)
     assert job.exit_code == 0, job.output
     assert said in job.output
 
 
-def test_finetune_on_a_mesh(launch, tmp_path):
+def test_finetune_has_the_same_eval_loss_with_tp_and_pp(launch, tmp_path):
     settings = ["--max-steps", "3", "--hidden-size", "16", "--intermediate-size", "32", "--vocab-size", "300",
                 "--logging-steps", "1", "--eval-batch-size", "512"]  # fmt: skip
     script = ROOT / "scripts" / "finetune.py"
@@ -115,7 +115,7 @@ def a_cluster(num_devices):
 
 
 @pytest.mark.slow
-def test_finetune_follows_a_plan(launch, tmp_path):
+def test_finetune_follows_a_plan_and_refuses_settings_that_differ_from_it(launch, tmp_path):
     from mindnlp_dp.commands.main import main
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 3}
@@ -162,7 +162,7 @@ def test_finetune_follows_a_plan(launch, tmp_path):
     assert "is not what mindnlp-dp plan --json writes" in job.output
 
 
-def test_finetune_follows_a_plan_whose_stages_differ(launch, tmp_path):
+def test_finetune_follows_a_plan_with_stages_of_different_sizes(launch, tmp_path):
     from mindnlp_dp.planner import load_cluster, load_model, predict
     from mindnlp_dp.planner.plan import Plans
     from mindnlp_dp.report.plan_table import as_dict, text_of
@@ -199,7 +199,7 @@ def test_finetune_follows_a_plan_whose_stages_differ(launch, tmp_path):
         ("ep=2", "does not say how to shard experts"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused_in_one_line(launch, mesh, said, tmp_path):
+def test_invalid_meshes_are_refused_in_one_line(launch, mesh, said, tmp_path):
     job = launch(ROOT / "scripts" / "finetune.py", "--mesh", mesh, "--max-steps", "1", "--output-dir", str(tmp_path))
     assert job.exit_code == 1
     assert said in job.output

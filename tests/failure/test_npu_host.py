@@ -1,4 +1,4 @@
-"""Test the launcher on a host with eight NPUs: files in the place of /dev/davinci*; the ranks do not use them."""
+"""Test the launcher on a simulated host with eight NPUs: files replace /dev/davinci*, and the ranks do not use them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def said_by_ranks(folder):
 
 @pytest.mark.core
 @pytest.mark.parametrize("backend", [None, "mindspore"])
-def test_ranks_use_the_npus_whether_the_backend_is_typed_or_not(tmp_path, host, backend):
+def test_ranks_use_npus_with_and_without_backend_mindspore(tmp_path, host, backend):
     """A rank of an NPU is not bound to cores, which may be far from its card."""
     job = run_job(tmp_path, SAYS_ITS_DEVICE, backend=backend)
     assert job.exit_code == 0
@@ -52,7 +52,7 @@ def test_ranks_use_the_npus_whether_the_backend_is_typed_or_not(tmp_path, host, 
     ]
 
 
-def test_ranks_of_mpi_use_the_cpu(tmp_path, host):
+def test_the_mpi_backend_uses_the_cpu_on_a_host_with_npus(tmp_path, host):
     job = run_job(tmp_path, SAYS_ITS_DEVICE, backend="mpi")
     assert job.exit_code == 0
     assert "this host has Ascend cards, and --backend mpi trains on its CPU; --backend mindspore" in job.output
@@ -63,7 +63,7 @@ def test_ranks_of_mpi_use_the_cpu(tmp_path, host):
 
 
 @pytest.mark.parametrize("backend", ["mindspore", "mpi"])
-def test_a_typed_device_is_kept(tmp_path, host, backend):
+def test_the_device_target_of_the_user_is_kept(tmp_path, host, backend):
     job = run_job(tmp_path, SAYS_ITS_DEVICE, backend=backend, DEVICE_TARGET="Ascend" if backend == "mpi" else "CPU")
     assert job.exit_code == 0
     assert {rank["DEVICE_TARGET"] for rank in said_by_ranks(tmp_path)} == {"Ascend" if backend == "mpi" else "CPU"}
@@ -88,7 +88,7 @@ def test_a_typed_device_is_kept(tmp_path, host, backend):
         (2, {"DEVICE_TARGET": "npu"}, "DEVICE_TARGET is npu, expected CPU, Ascend or GPU"),
     ],
 )  # fmt: skip
-def test_a_job_that_the_cards_do_not_allow_starts_no_rank(tmp_path, host, nproc, environ, message):
+def test_too_few_npus_and_invalid_device_variables_are_refused(tmp_path, host, nproc, environ, message):
     job = run_job(tmp_path, SAYS_ITS_DEVICE, nproc=nproc, backend="mindspore", **environ)
     assert (job.exit_code, said_by_ranks(tmp_path)) == (2, [])
     assert f"mindnlp-dp run: {message}" in job.output
@@ -111,7 +111,7 @@ def launchers_of_two_hosts(folder, **environ_of_the_second):
     return launchers
 
 
-def test_ranks_of_all_hosts_use_the_npus(tmp_path, host):
+def test_ranks_of_two_hosts_use_their_npus(tmp_path, host):
     for launcher in launchers_of_two_hosts(tmp_path):
         output, _ = launcher.communicate(timeout=TIMEOUT_SECONDS)
         assert launcher.returncode == 0, output
@@ -119,7 +119,7 @@ def test_ranks_of_all_hosts_use_the_npus(tmp_path, host):
     assert said_by_ranks(tmp_path) == [{"DEVICE_TARGET": "Ascend", "DEVICE_ID": "0", "cores": CORES}] * 2
 
 
-def test_hosts_with_different_devices_do_not_start(tmp_path, host):
+def test_the_rendezvous_refuses_hosts_with_different_devices(tmp_path, host):
     first, second = launchers_of_two_hosts(tmp_path, DEVICE_TARGET="CPU")
     said = "its ranks would use CPU, and those of the endpoint's host Ascend; set the same DEVICE_TARGET on every host"
     assert said in second.communicate(timeout=TIMEOUT_SECONDS)[0]
@@ -127,7 +127,7 @@ def test_hosts_with_different_devices_do_not_start(tmp_path, host):
     assert (first.returncode, second.returncode, said_by_ranks(tmp_path)) == (75, 2, [])
 
 
-def test_a_rank_of_an_npu_gets_more_time_to_end(tmp_path, host):
+def test_ranks_on_npus_get_a_longer_grace_period_after_sigterm(tmp_path, host):
     """HCCL closes its links at exit; a rank that is killed meanwhile may leave its card unusable."""
     takes = GRACE_SECONDS + 2
     script = f"""

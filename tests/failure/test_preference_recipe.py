@@ -1,4 +1,4 @@
-"""Test that scripts/finetune_llm.py learns preferences, with the losses of one process and the base as reference."""
+"""Test that scripts/finetune_llm.py learns preferences (DPO, ORPO) with the losses of one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def report_of(folder, num_ranks, *flags):
 
 
 @pytest.mark.parametrize("objective", ["dpo", "orpo"])
-def test_two_ranks_learn_the_preferences_of_one_process(tmp_path, files, objective):
+def test_dpo_and_orpo_losses_of_two_ranks_equal_one_process(tmp_path, files, objective):
     flags = ["--objective", objective, *files]
     alone, _ = report_of(tmp_path / "alone", 1, *flags, "--micro-batch-size", "2")
     both, report = report_of(tmp_path / "both", 2, *flags, "--zero-stage", "2")
@@ -53,7 +53,7 @@ def test_two_ranks_learn_the_preferences_of_one_process(tmp_path, files, objecti
     assert report["samples"]
 
 
-def test_the_base_is_the_reference_of_continued_adapters(tmp_path, files):
+def test_dpo_uses_the_base_model_as_reference_for_continued_lora_adapters(tmp_path, files):
     """At the start, new adapters change nothing, so that DPO's loss is log 2; continued ones do."""
     report_of(tmp_path / "base", 1, "--objective", "simpo", *files)
     flags = ["--objective", "dpo", *files, "--learning-rate", "0.01"]
@@ -63,7 +63,7 @@ def test_the_base_is_the_reference_of_continued_adapters(tmp_path, files):
     assert second[0] < 0.68
 
 
-def test_a_resumed_run_compares_with_the_model_of_the_start(tmp_path, files):
+def test_a_resumed_dpo_run_keeps_its_reference_model_and_losses(tmp_path, files):
     flags = ["--objective", "dpo", *files, "--lr-scheduler", "constant_with_warmup"]
     whole, _ = report_of(tmp_path / "whole", 1, *flags)
     report_of(tmp_path / "parts", 1, *flags, "--save-steps", "3", "--max-steps", "3")

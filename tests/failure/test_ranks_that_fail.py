@@ -1,3 +1,5 @@
+"""Test that a failed rank ends its job, and that the launcher reports the rank, its exit code or signal, its error."""
+
 from __future__ import annotations
 
 import json
@@ -50,7 +52,7 @@ print("never reached")
 
 @pytest.mark.usefixtures("own_imports")
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_a_job_that_succeeds(launch, tmp_path, backend):
+def test_a_successful_job_exits_with_0_and_shows_the_output_of_rank_0(launch, tmp_path, backend):
     job = launch(HEAD + INIT + "group.barrier()\nprint('bye', sys.argv[1:], __name__)\n", "a", "--b", backend=backend)
     assert (job.exit_code, job.output) == (0, "rank 0 of 2 is here\nbye ['a', '--b'] __main__\n")
     assert (tmp_path / "logs/latest/worker_1.log").read_text() == "rank 1 of 2 is here\nbye ['a', '--b'] __main__\n"
@@ -76,7 +78,7 @@ WORDS = [
 
 @pytest.mark.parametrize("forked", [True, False])
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_arguments_of_a_script_reach_each_rank_as_typed(launch, tmp_path, monkeypatch, backend, forked):
+def test_arguments_of_a_script_reach_every_rank_unchanged(launch, tmp_path, monkeypatch, backend, forked):
     if not forked:
         monkeypatch.delenv(PYTHON_VARIABLE)
     script = "import json" + HEAD + ALONE[backend] + "json.dump(sys.argv[1:], open(f'words_{group.rank}', 'w'))\n"
@@ -93,7 +95,7 @@ def test_a_job_runs_without_the_variable_home(launch, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_an_exception_on_one_rank_ends_the_others_who_wait_for_it(launch, backend):
+def test_an_exception_on_one_rank_ends_the_waiting_ranks_and_shows_the_traceback(launch, backend):
     job = launch(HEAD + INIT + "if group.rank == 1: raise ValueError('boom')\n" + WAIT, backend=backend)
     assert job.exit_code == 1
     assert "rank 1 of 2 failed with exit code 1" in job.output
@@ -103,7 +105,7 @@ def test_an_exception_on_one_rank_ends_the_others_who_wait_for_it(launch, backen
 
 
 @pytest.mark.core
-def test_the_exit_code_is_the_failing_ranks(launch):
+def test_the_job_has_the_exit_code_of_the_failed_rank(launch):
     job = launch(HEAD + INIT + "if group.rank == 0: sys.exit(7)\n" + WAIT)
     assert job.exit_code == 7
     assert "rank 0 of 2 failed with exit code 7" in job.output
@@ -111,7 +113,7 @@ def test_the_exit_code_is_the_failing_ranks(launch):
 
 @pytest.mark.core
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_is_killed(launch, backend):
+def test_a_killed_rank_ends_the_job_and_is_reported_with_its_signal(launch, backend):
     job = launch(HEAD + INIT + "if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT, backend=backend)
     assert job.exit_code == 128 + signal.SIGKILL
     assert "rank 1 of 2 was killed by signal 9" in job.output
@@ -119,7 +121,7 @@ def test_a_rank_that_is_killed(launch, backend):
 
 @pytest.mark.usefixtures("own_imports")
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_a_rank_that_is_killed_fails_the_job_whose_parent_ignores_sigchld(tmp_path, backend):
+def test_a_killed_rank_fails_the_job_although_the_parent_ignores_sigchld(tmp_path, backend):
     """Check a launcher whose parent, such as a daemon that avoids zombies, ignores SIGCHLD: exec inherits that."""
     script = HEAD + ALONE[backend] + "if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT
     done = subprocess.run(
@@ -152,7 +154,7 @@ def test_a_segmentation_fault_shows_the_line_of_the_script(launch, backend):
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_a_rank_that_fails_before_the_others_have_met(launch, backend):
+def test_a_failure_before_the_rendezvous_ends_the_job_and_is_reported(launch, backend):
     job = launch(HEAD + FAIL_AT_START + INIT + WAIT, backend=backend)
     assert job.exit_code == 1
     assert "rank 1 of 2 failed" in job.output
@@ -162,7 +164,7 @@ def test_a_rank_that_fails_before_the_others_have_met(launch, backend):
 @pytest.mark.parametrize(
     ("backend", "code"), [("mpi", 0), pytest.param("mpi", 3, marks=core), pytest.param("mindspore", 0, marks=slow)]
 )
-def test_a_rank_that_ends_by_os_exit(launch, backend, code):
+def test_os_exit_on_one_rank_ends_the_job_and_is_reported(launch, backend, code):
     leave = f"if group.rank == 1: os._exit({code})\n"
     # On a busy machine, rank 1 may exit some seconds after rank 0 began to wait for it.
     job = launch(HEAD + ALONE[backend] + leave + WAIT, backend=backend, MS_NODE_TIMEOUT="10")
@@ -179,7 +181,7 @@ def test_a_rank_that_ends_by_os_exit(launch, backend, code):
     ],
     ids=["at its end", "late"],
 )
-def test_the_rank_that_did_not_come_is_named_and_not_the_one_that_waited(launch, leave, what):
+def test_a_mindspore_timeout_is_reported_with_the_missing_rank_not_the_waiting_one(launch, leave, what):
     job = launch(HEAD + INIT + f"if group.rank == 1: {leave}\n" + WAIT, backend="mindspore", MS_NODE_TIMEOUT="10")
     assert job.exit_code == 1
     assert f"rank 1 of 2 {what}" in job.output
@@ -218,7 +220,7 @@ OVERLAPPED = """
     ],
     ids=["exception", "kill", "kill, MindSpore"],
 )
-def test_a_rank_that_fails_while_gradients_are_under_way(launch, tmp_path, backend, fail, said):
+def test_a_failure_during_overlapped_gradient_sync_ends_the_job(launch, tmp_path, backend, fail, said):
     job = launch(OVERLAPPED.replace("FAIL", fail), backend=backend)
     assert job.exit_code != 0
     assert said in job.output
@@ -250,13 +252,13 @@ def test_a_data_set_that_fails_on_one_rank_ends_the_job_with_its_exception(launc
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_stale_cluster_variables_do_no_harm(launch, backend):
+def test_stale_cluster_variables_are_ignored(launch, backend):
     stale = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "8", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "1"}
     job = launch(HEAD + INIT + "group.barrier()\n", backend=backend, **stale)
     assert (job.exit_code, job.output) == (0, "rank 0 of 2 is here\n")
 
 
-def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
+def test_an_uncaught_exception_under_plain_mpirun_ends_all_ranks(tmp_path):
     """The MPI backend aborts the job, without mindnlp-dp run, too."""
     script = tmp_path / "script.py"
     script.write_text(HEAD + INIT + "if group.rank == 1: raise ValueError('boom')\n" + WAIT)
@@ -274,7 +276,7 @@ def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
     assert "never reached" not in done.stdout
 
 
-def test_what_a_script_may_do_under_python(launch):
+def test_scripts_may_fork_and_replace_or_close_stdout(launch):
     """A script may fork a child that reaches the script's end, replace sys.stdout, and close standard output."""
     job = launch(
         """
@@ -301,7 +303,7 @@ def test_what_a_script_may_do_under_python(launch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_gets_ctrl_c(launch, tmp_path, backend):
+def test_sigint_on_one_rank_raises_keyboard_interrupt_and_ends_the_job(launch, tmp_path, backend):
     """MindSpore's cluster installs its own SIGINT handler, with which the ranks would wait for each other."""
     job = launch(
         """
@@ -342,7 +344,7 @@ def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
     assert_nothing_is_left(tmp_path / "logs", soon=True)
 
 
-def test_ranks_that_have_not_finished_are_named(tmp_path, monkeypatch, capsys):
+def test_ranks_that_finish_late_are_reported(tmp_path, monkeypatch, capsys):
     from mindnlp_dp.launch import run
     from mindnlp_dp.launch.monitor import attempt_monitor
 
@@ -355,7 +357,7 @@ def test_ranks_that_have_not_finished_are_named(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.usefixtures("own_imports")
 @pytest.mark.parametrize("backend", MPI_FIRST)
-def test_a_process_that_does_not_end_after_success_is_named_and_ended(tmp_path, monkeypatch, capsys, backend):
+def test_a_process_that_keeps_running_after_success_is_reported_and_ended(tmp_path, monkeypatch, capsys, backend):
     from mindnlp_dp.launch import run
     from mindnlp_dp.launch.monitor import attempt_monitor
 
@@ -372,7 +374,7 @@ def test_a_process_that_does_not_end_after_success_is_named_and_ended(tmp_path, 
     assert_nothing_is_left(tmp_path / "logs")
 
 
-def test_mpirun_missing(monkeypatch, capsys, tmp_path):
+def test_a_missing_mpirun_is_refused_with_the_install_command(monkeypatch, capsys, tmp_path):
     from mindnlp_dp.commands.main import main
     from mindnlp_dp.launch.processes import spawn
 
@@ -386,7 +388,7 @@ def test_mpirun_missing(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_an_mpirun_that_fails_before_any_rank_begins_is_started_once_more(tmp_path, monkeypatch, capsys, failures):
+def test_an_mpirun_that_fails_before_ranks_start_is_started_once_more(tmp_path, monkeypatch, capsys, failures):
     from mindnlp_dp.launch import run
     from mindnlp_dp.launch.processes import spawn
 
@@ -445,7 +447,7 @@ for update in range(3):
 
 @pytest.mark.skipif(mindspore_is_before("2.8"), reason="MCCL has messages between two ranks from 2.8 on")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stage_that_fails_ends_the_job_where_messages_have_no_tags(launch, rank):
+def test_a_failed_pipeline_stage_ends_the_job_under_mccl(launch, rank):
     job = launch(HEAD + INIT + STAGES.replace("FAILING_RANK", str(rank)), backend="mindspore")
     assert job.exit_code == 1
     assert "update 0 is done" in job.output

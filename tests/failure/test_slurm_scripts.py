@@ -81,7 +81,7 @@ def updates(folder):
 
 
 @pytest.mark.core
-def test_a_launcher_saves_near_the_time_limit_and_the_requeued_job_continues(tmp_path, batch):
+def test_slurm_time_limit_signal_saves_a_checkpoint_and_the_requeued_job_resumes(tmp_path, batch):
     whole = tmp_path / "whole"
     whole.mkdir()
     assert run_job(whole, ELASTIC, whole, *TRAINING[2:]).exit_code == 0
@@ -115,7 +115,7 @@ for step in range(150):
 """
 
 
-def test_a_job_that_ends_before_it_has_saved_is_not_requeued(tmp_path, batch):
+def test_a_slurm_job_that_ends_before_saving_is_not_requeued(tmp_path, batch):
     (tmp_path / "ends.py").write_text(ENDS)
     job = batch("launcher.sbatch", "ends.py", RUN_OPTIONS="--backend mpi --max-restarts 0")
     wait_for((tmp_path / "began").exists, "updates")
@@ -124,7 +124,7 @@ def test_a_job_that_ends_before_it_has_saved_is_not_requeued(tmp_path, batch):
     assert requeued(tmp_path) == []
 
 
-def test_ranks_without_a_launcher_are_requeued_at_once(tmp_path, batch):
+def test_a_slurm_job_without_our_launcher_is_requeued_at_once(tmp_path, batch):
     (tmp_path / "waits.py").write_text("import time\nopen('began', 'w').close()\ntime.sleep(3)\n")
     job = batch("srun.sbatch", "waits.py")
     wait_for((tmp_path / "began").exists, "the script")

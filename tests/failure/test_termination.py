@@ -67,7 +67,7 @@ def digest(folder):
 
 
 @pytest.mark.parametrize(("seconds", "least"), [(4, 4), (0, 0)])
-def test_a_job_that_does_not_save_is_ended_after_its_grace_period(tmp_path, seconds, least):
+def test_sigterm_ends_a_job_that_does_not_save_after_its_grace_period(tmp_path, seconds, least):
     launcher = start_job(tmp_path, "--grace-period", seconds, NEVER_SAVES, stdout=subprocess.DEVNULL)
     wait_for((tmp_path / "updates").exists, "updates")
     began = time.monotonic()
@@ -78,7 +78,7 @@ def test_a_job_that_does_not_save_is_ended_after_its_grace_period(tmp_path, seco
     assert_nothing_is_left(tmp_path / "logs", soon=True)
 
 
-def test_a_second_signal_ends_the_job_at_once(tmp_path):
+def test_a_second_sigterm_ends_the_job_at_once(tmp_path):
     launcher = start_job(tmp_path, "--grace-period", 300, NEVER_SAVES, stdout=subprocess.DEVNULL)
     wait_for((tmp_path / "updates").exists, "updates")
     launcher.send_signal(signal.SIGTERM)
@@ -90,7 +90,7 @@ def test_a_second_signal_ends_the_job_at_once(tmp_path):
 
 # A closed connection sends SIGHUP once or twice; systemd sends it after SIGTERM.
 @pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGHUP", "SIGHUP"], ["SIGTERM", "SIGHUP"]])
-def test_a_job_that_ends_in_its_grace_period_ends_well(tmp_path, signals):
+def test_a_job_that_finishes_within_its_grace_period_exits_with_0(tmp_path, signals):
     script = NEVER_SAVES.replace("10_000", "200")
     launcher = start_job(tmp_path, "--grace-period", 300, script, stdout=subprocess.DEVNULL)
     wait_for((tmp_path / "updates").exists, "updates")
@@ -100,7 +100,7 @@ def test_a_job_that_ends_in_its_grace_period_ends_well(tmp_path, signals):
     assert launcher.wait(TIMEOUT_SECONDS) == 0
 
 
-def test_a_closed_connection_gives_a_job_its_grace_period(tmp_path):
+def test_sighup_gives_a_job_its_grace_period(tmp_path):
     launcher = start_job(tmp_path, "--grace-period", 3, NEVER_SAVES, stdout=subprocess.DEVNULL)
     wait_for((tmp_path / "updates").exists, "updates")
     began = time.monotonic()
@@ -109,7 +109,7 @@ def test_a_closed_connection_gives_a_job_its_grace_period(tmp_path):
     assert time.monotonic() - began >= 3
 
 
-def test_a_job_that_fails_when_it_was_asked_to_end_is_not_started_again(tmp_path):
+def test_a_job_that_fails_after_sigterm_is_not_restarted(tmp_path):
     script = NEVER_SAVES + "    assert not Path('fail').exists()\n"
     how = ("--grace-period", 300, "--max-restarts", 5)
     launcher = start_job(tmp_path, *how, script, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -123,7 +123,7 @@ def test_a_job_that_fails_when_it_was_asked_to_end_is_not_started_again(tmp_path
     assert "of 2 failed with exit code 1" in said
 
 
-def test_signals_do_not_keep_ranks_alive(tmp_path):
+def test_ranks_that_ignore_sigterm_are_ended(tmp_path):
     """The ranks ignore SIGTERM, and the user sends it several times."""
     script = NEVER_SAVES.replace("group =", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ngroup =")
     launcher = start_job(tmp_path, script, backend="mindspore", stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Test the tutorials: every shell and Python block of a page in turn, in one folder, as a reader would type it."""
+"""Test the tutorials: run every shell and Python block of a page in order, in one folder, as a reader would."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PAGES = {
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(mindnlp_series() != "0.4", reason="the recipes are for MindNLP 0.4")
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_tutorial_says_can_be_typed(tmp_path, page):
+def test_code_blocks_of_every_tutorial_run_and_print_the_expected_results(tmp_path, page):
     for name in ("scripts", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     bin_folder = Path(sys.executable).parent

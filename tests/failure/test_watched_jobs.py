@@ -89,7 +89,7 @@ HANGS = {
         pytest.param("mindspore", "stopped", marks=pytest.mark.slow),
     ],
 )
-def test_a_hang_is_named_and_ended(tmp_path, backend, how):
+def test_a_hang_is_reported_with_its_rank_and_the_job_ends(tmp_path, backend, how):
     script, said = HANGS[how]
     exit_code, output = run_job(tmp_path, "--hang-timeout", 4, HEAD + script, nproc=3, backend=backend)
     assert exit_code == 124
@@ -101,7 +101,7 @@ def test_a_hang_is_named_and_ended(tmp_path, backend, how):
     assert sum("script.py" in text for text in stacks) >= 2
 
 
-def test_a_hang_does_not_call_the_scripts_own_signal_handlers(tmp_path):
+def test_hang_detection_does_not_call_signal_handlers_of_the_script(tmp_path):
     """Scripts of Slurm jobs requeue at SIGUSR1."""
     script = """
         import signal, sys
@@ -124,7 +124,7 @@ def test_a_hang_does_not_call_the_scripts_own_signal_handlers(tmp_path):
     assert not (tmp_path / "called").exists()
 
 
-def test_a_rank_that_is_done_while_others_wait_is_named(tmp_path):
+def test_a_hang_after_one_rank_has_finished_is_reported_with_that_rank(tmp_path):
     # Rank 0 waits in the exit handler of the MPI backend.
     script = "if group.rank == 0:\n    sys.exit(0)\ngroup.barrier()\n"
     exit_code, output = run_job(tmp_path, "--hang-timeout", 4, HEAD + script)
@@ -134,7 +134,7 @@ def test_a_rank_that_is_done_while_others_wait_is_named(tmp_path):
     assert "Rank 1 waits in barrier of 2 ranks" in output
 
 
-def test_an_mpirun_that_begins_no_rank_is_ended(tmp_path, monkeypatch, capsys):
+def test_an_mpirun_that_starts_no_rank_is_ended_after_a_timeout(tmp_path, monkeypatch, capsys):
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\nexec sleep 600\n")
     mpirun.chmod(0o755)
@@ -168,7 +168,7 @@ else:
     ],
     ids=["at the end", "killed"],
 )
-def test_ranks_that_have_left_end_a_job_whose_mpirun_does_not(tmp_path, monkeypatch, capsys, end, expected):
+def test_a_job_ends_with_its_ranks_although_mpirun_is_stopped(tmp_path, monkeypatch, capsys, end, expected):
     monkeypatch.setattr(attempt_monitor, "_LEAVE_SECONDS", 1.0)
     monkeypatch.setattr(attempt_monitor, "_PARENT_SECONDS", 0.5)
     (tmp_path / "script.py").write_text(STOPS_MPIRUN + end)
@@ -193,7 +193,7 @@ def test_a_slow_rank_is_not_a_hang(tmp_path):
 
 
 @pytest.mark.core
-def test_status_from_another_shell(tmp_path):
+def test_the_status_command_shows_the_state_of_each_rank(tmp_path):
     script = (
         HEAD + "open(f'here_{group.rank}', 'w').close()\nif group.rank == 1:\n    time.sleep(600)\ngroup.barrier()\n"
     )
@@ -233,7 +233,7 @@ MPI.COMM_WORLD.barrier()
 
 
 @pytest.mark.parametrize("tee", [pytest.param("0", marks=pytest.mark.slow), pytest.param("all", marks=core)])
-def test_unread_output_delays_no_failure(tmp_path, tee):
+def test_unread_output_does_not_delay_failures_and_restarts(tmp_path, tee):
     """Nothing reads the output, as after Ctrl-S in a terminal, or in a pager that shows its first page."""
     record = tmp_path / "logs/failures.jsonl"
     launcher = start_job(
@@ -296,7 +296,7 @@ def test_rotated_logs_are_shown_completely(tmp_path, megabytes, files):
 @pytest.mark.parametrize(
     ("tee", "expected"), [("0", {"from 0"}), ("all", {"[0] from 0", "[1] from 1"}), ("none", set())]
 )
-def test_tee_says_whose_output_is_shown(tmp_path, tee, expected):
+def test_tee_selects_the_ranks_whose_output_is_shown(tmp_path, tee, expected):
     script = "from mpi4py import MPI\nprint('from', MPI.COMM_WORLD.rank, flush=True)\nMPI.COMM_WORLD.barrier()\n"
     exit_code, output = run_job(tmp_path, "--tee", tee, script)
     assert exit_code == 0
@@ -314,7 +314,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
-def test_a_restarted_job_ends_like_one_without_a_failure(tmp_path, undisturbed, backend):
+def test_a_killed_rank_restarts_the_job_and_training_ends_with_the_same_result(tmp_path, undisturbed, backend):
     """One rank is killed once, in update 8, after the checkpoint of update 6."""
     exit_code, output = run_job(
         tmp_path, "--max-restarts", 2, INTERRUPTIBLE, tmp_path, "--stop-at", 8, "--on-rank", 1, "--once",
@@ -333,7 +333,7 @@ def test_a_restarted_job_ends_like_one_without_a_failure(tmp_path, undisturbed, 
     assert "boom" not in (tmp_path / "logs" / "attempt_0" / "worker_1.log").read_text()
 
 
-def test_a_job_that_fails_at_once_every_time_is_given_up(tmp_path):
+def test_restarts_end_after_three_attempts_without_a_finished_update(tmp_path):
     began = time.monotonic()
     exit_code, output = run_job(tmp_path, "--max-restarts", 100, "import sys\n\nsys.exit('no data')\n")
     assert exit_code == 1
@@ -345,7 +345,7 @@ def test_a_job_that_fails_at_once_every_time_is_given_up(tmp_path):
 
 
 @pytest.mark.core
-def test_restarts_have_an_end(tmp_path):
+def test_max_restarts_limits_the_number_of_restarts(tmp_path):
     """Each attempt makes some updates, and fails again."""
     exit_code, output = run_job(tmp_path, "--max-restarts", 1, INTERRUPTIBLE, tmp_path, "--stop-at", 8, "--on-rank", 0)
     assert exit_code == 137
@@ -366,23 +366,23 @@ sys.exit(3)
 """
 
 
-def test_a_restart_that_cannot_write_its_logs_is_a_failure_that_may_pass(tmp_path):
+def test_a_restart_without_a_log_folder_exits_with_the_code_of_a_temporary_failure(tmp_path):
     """The exit code does not tell a job manager such as Kubernetes that the command line is wrong."""
     job = run_job(tmp_path, "--max-restarts", 5, LOSES_ITS_LOGS.format(then="open('logs', 'w').close()"))
     assert job.exit_code == 75, job.output
-    assert "cannot be made" in job.output
+    assert "cannot be created" in job.output
     assert "cannot be written to" in job.output
     assert "the job is over: 3 attempts in a row have not finished a single update" in job.output
 
 
-def test_an_exit_code_is_known_without_the_log_folder(tmp_path):
+def test_the_exit_code_is_reported_after_the_log_folder_was_deleted(tmp_path):
     job = run_job(tmp_path, LOSES_ITS_LOGS.format(then="pass"))
     assert job.exit_code == 3, job.output
     assert re.search("rank [01] of 2 failed with exit code 3 after", job.output)
     assert "before its ranks started" not in job.output
 
 
-def test_an_mpirun_that_exits_with_0_and_has_started_no_rank(tmp_path, monkeypatch, capsys):
+def test_an_mpirun_that_exits_with_0_without_starting_a_rank_fails_the_job(tmp_path, monkeypatch, capsys):
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\nexit 0\n")
     mpirun.chmod(0o755)
@@ -403,14 +403,14 @@ def test_a_failed_job_ends_although_its_output_is_not_read(tmp_path, end):
 
 
 @pytest.mark.parametrize("closed", [1, 2])
-def test_a_job_without_standard_streams_runs(tmp_path, closed):
+def test_a_job_runs_with_stdout_or_stderr_closed(tmp_path, closed):
     script = "from mpi4py import MPI\nprint('hello')\nopen(f'here_{MPI.COMM_WORLD.rank}', 'w').close()\n"
     command = shlex.join(job_command(tmp_path, script)) + f" {closed}>&-"
     assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=TIMEOUT_SECONDS).returncode == 0
     assert len(list(tmp_path.glob("here_*"))) == 2
 
 
-def test_a_restart_does_not_resume_another_runs_checkpoint(tmp_path):
+def test_choose_checkpoint_ignores_checkpoints_of_another_run(tmp_path):
     """A run that starts again in a folder ignores the checkpoints of an earlier run, and so do its restarts."""
     from mindnlp_dp.checkpoint.directory import choose_checkpoint
     from mindnlp_dp.checkpoint.manifest import job_of
@@ -426,7 +426,7 @@ def test_a_restart_does_not_resume_another_runs_checkpoint(tmp_path):
     assert choose_checkpoint(tmp_path, None, job=job)[0].name == "checkpoint-18"
 
 
-def test_ranks_of_one_host_listen_on_no_network(tmp_path):
+def test_mpi_ranks_of_one_host_open_no_network_ports(tmp_path):
     """MPI does not authenticate connections: any process that reaches such a port can talk to a rank."""
     script = HEAD + "open(f'here_{group.rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     launcher = start_job(tmp_path, script)
@@ -441,7 +441,7 @@ def test_ranks_of_one_host_listen_on_no_network(tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["mpirun", "launcher"])
-def test_what_mpi_keeps_in_memory_goes_with_the_job(tmp_path, victim):
+def test_shared_memory_of_mpi_is_removed_after_mpirun_or_the_launcher_is_killed(tmp_path, victim):
     script = (
         HEAD + "folder = os.environ['OMPI_MCA_btl_sm_backing_directory']\n"
         "open(f'here_{group.rank}', 'w').write(folder)\ntime.sleep(600)\n"

@@ -112,11 +112,20 @@ def test_one_process_logs_and_saves(kind, group, tmp_path):
 
 
 @pytest.mark.core
-def test_an_epoch_is_sharded_among_the_ranks(kind, group, tmp_path):
-    """An epoch reads the data set once in total, not once per rank."""
+def test_an_epoch_is_sharded_among_the_ranks(kind, group, tmp_path, monkeypatch):
+    """An epoch trains on each row once in total, not once per rank."""
+    seen = []
+
+    class Spy(kind.Trainer):
+        def training_step(self, model, inputs):
+            seen.extend(inputs["input_ids"].asnumpy().tolist())
+            return super().training_step(model, inputs)
+
     rows = NumberedRows(8 * group.world_size)
+    monkeypatch.setattr(kind, "Trainer", Spy)
     trainer = run(kind, rows.pipeline(), tmp_path)
     assert trainer.output.global_step == 4
+    assert sorted(sum(group.all_gather_object(seen), [])) == sorted(np.asarray(rows.input_ids).tolist())
 
 
 def test_epochs_have_different_sample_orders(kind, group, tmp_path):
@@ -152,14 +161,14 @@ def test_uneven_data_sets_are_not_padded_with_repeated_samples(kind, group, tmp_
     if kind is Upstream:  # sharded as by mindnlp.dataset.load_dataset
         dataset = rows.pipeline(num_shards=group.world_size, shard_id=group.rank).batch(2)
         seen = [label for batch in dataset.create_dict_iterator(output_numpy=True) for label in batch["labels"]]
-        count = len(seen)
     else:
         args = kind.arguments(str(tmp_path), per_device_train_batch_size=2, remove_unused_columns=False)
         loader = kind.Trainer(tiny_roberta(), args, train_dataset=rows.pipeline()).get_train_dataset()
-        count = sum(
-            len(batch.indices) for micro_batches in loader.updates() for batch in micro_batches if batch is not None
-        )
-    assert sum(group.all_gather_object(count)) == n
+        batches = [batch for micro_batches in loader.updates() for batch in micro_batches if batch is not None]
+        seen = [index for batch in batches for index in batch.indices.tolist()]
+    everyone = sum(group.all_gather_object(seen), [])
+    assert len(everyone) == n
+    assert kind is Upstream or sorted(everyone) == list(range(n))
 
 
 def sharded_for(kind, group, rows, batch_size=2):

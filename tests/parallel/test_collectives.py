@@ -58,6 +58,8 @@ def test_reduce_scatter_gives_each_rank_its_sum_and_reduce_only_dst_a_result(gro
     check(result, np.full(2, n * group.rank + n * (n - 1) / 2, np.float32), KINDS[kind](rows))
     reduced = group.reduce(KINDS[kind](ranks(group)), dst=n - 1)
     assert (reduced is None) == (group.rank != n - 1)
+    if reduced is not None:
+        check(reduced, np.full_like(ranks(group), n * (n - 1) / 2), KINDS[kind](ranks(group)))
     with pytest.raises(ValueError, match="expected a first dimension of world_size"):
         group.reduce_scatter(np.zeros((n + 1, 2), np.float32))
 

@@ -247,13 +247,13 @@ def test_zero_uses_state_loaded_by_optimizer_load_state_dict(group):
 
 def test_zero_detects_a_nan_gradient_of_one_rank(group):
     job = Job(group)
-    gradients = gradients_of(0, group.rank)
-    if group.rank == group.world_size - 1:
-        gradients[6] = gradients[6] * float("nan")
-    job.sync.accumulate(gradients, 1.0)
-    assert not job.updater.are_finite(
-        job.updater.receive(job.sync.reduce(in_place=job.updater.reads_buckets), job.sync)
-    )
+    for is_finite in (True, False):
+        gradients = gradients_of(0, group.rank)
+        if not is_finite and group.rank == group.world_size - 1:
+            gradients[6] = gradients[6] * float("nan")
+        job.sync.accumulate(gradients, 1.0)
+        averaged = job.updater.receive(job.sync.reduce(in_place=job.updater.reads_buckets), job.sync)
+        assert job.updater.are_finite(averaged) == is_finite
 
 
 def test_zero_receives_no_gradients_when_no_rank_had_samples(group):

@@ -134,7 +134,7 @@ def test_errors_in_compute_metrics_are_raised_on_all_ranks(group, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("returned", "message"),
     [
         (None, "compute_metrics returned None, expected a dict of names and numbers"),
         (0.5, "compute_metrics returned a value of type float, expected a dict"),
@@ -142,8 +142,8 @@ def test_errors_in_compute_metrics_are_raised_on_all_ranks(group, tmp_path):
         ({"ok": 1.0, 3: 0.5}, "compute_metrics returned 3 with a value of type float, .*names are texts"),
     ],
 )
-def test_metrics_of_unsupported_types_raise_on_all_ranks(group, tmp_path, returned, told):
-    with pytest.raises(TypeError, match=told):
+def test_metrics_of_unsupported_types_raise_on_all_ranks(group, tmp_path, returned, message):
+    with pytest.raises(TypeError, match=message):
         evaluated(tiny_roberta(), Rows(4), tmp_path, compute_metrics=lambda prediction: returned).evaluate()
 
 

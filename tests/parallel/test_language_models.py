@@ -52,7 +52,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("kind", "mesh"), cases())
-def test_a_sharded_decoder_trains_what_one_process_trains(group, kind, mesh):
+def test_sharded_decoders_and_lora_adapters_train_the_weights_of_one_process(group, kind, mesh):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build(kind), mesh, check=batch(kind, 8))
     step = train(model, kind, pieces_of(mesh, 2))
@@ -67,7 +67,7 @@ def test_a_sharded_decoder_trains_what_one_process_trains(group, kind, mesh):
 @SHARDED
 @pytest.mark.parametrize("kind", ["llama", f"llama{LORA}"])
 @pytest.mark.parametrize("zero_stage", [0, 2])
-def test_an_update_that_is_divided_over_the_data_parallel_ranks(group, kind, zero_stage):
+def test_zero_for_decoders_and_lora_adapters_trains_the_weights_of_one_process(group, kind, zero_stage):
     mesh = dp.init_device_mesh({"dp": 2, "tp": group.world_size // 2})
     model = build(kind)
     if not mesh.is_data_parallel:
@@ -78,7 +78,7 @@ def test_an_update_that_is_divided_over_the_data_parallel_ranks(group, kind, zer
 
 @needs_mpi
 @SHARDED
-def test_a_check_changes_nothing_and_weighs_rows_as_training_does(group):
+def test_the_plan_check_accepts_uneven_labels_and_does_not_change_the_model(group):
     """A stage that splits rows with different numbers of labels is no wrong plan; modules keep their modes."""
     mesh = {"pp": 2, "dp": (2, 1), "tp": (1, 2)} if group.world_size == 4 else {"pp": 2}
     columns = batch("llama", 4)
@@ -98,7 +98,7 @@ def test_a_check_changes_nothing_and_weighs_rows_as_training_does(group):
 @SLOW_ON_FOUR
 @SHARDED
 @pytest.mark.parametrize("kind", [f"opt{LORA}", f"llama{LORA}", f"gpt2{LORA}"])
-def test_dropout_of_adapters(group, tmp_path, kind):
+def test_lora_dropout_under_tp_equals_one_process(group, tmp_path, kind):
     """OPT's feed-forward layers take (batch * length, width); an adapter's dropout is on the layer's input."""
 
     def trained(model, folder, size):
@@ -118,7 +118,7 @@ def test_dropout_of_adapters(group, tmp_path, kind):
 
 @SLOW_ON_FOUR
 @SHARDED
-def test_adapters_that_no_folder_has_begin_as_peft_lets_them(group, shared_tmp_path):
+def test_lora_adapters_missing_from_the_weights_start_as_in_peft(group, shared_tmp_path):
     from mindnlp.peft import LoraConfig, get_peft_model
 
     def adapted(model):
@@ -143,7 +143,7 @@ def test_adapters_that_no_folder_has_begin_as_peft_lets_them(group, shared_tmp_p
 @pytest.mark.parametrize(
     "mesh", [{"dp": WORLD_SIZE}, *([{"tp": 2, "dp": WORLD_SIZE // 2}] if WORLD_SIZE in (2, 4) else [])]
 )
-def test_a_head_that_is_trained_in_full(group, tmp_path, mesh):
+def test_lora_trains_modules_to_save(group, tmp_path, mesh):
     """PEFT copies it while it is frozen."""
     from library import set_seed
     from mindnlp.peft import LoraConfig, get_peft_model
@@ -166,6 +166,10 @@ def test_a_head_that_is_trained_in_full(group, tmp_path, mesh):
     assert any("score.modules_to_save" in name for name in moved), moved
     assert any("lora_B" in name for name in moved)
 
+
+@needs_mpi
+@SHARDED
+def test_lora_beside_experts_trains_like_one_process_and_within_them_is_refused(group):
     mesh = dp.init_device_mesh({"ep": 2, "dp": group.world_size // 2})
     kind = f"mixtral{LORA}"  # the attention's layers only
     model = dp.parallelize(build(kind), mesh, check=batch(kind, 4))
@@ -197,7 +201,7 @@ def llama_plan(**changes):
         ({"*self_attn.v_proj": None}, "self_attn"),
     ],
 )
-def test_a_wrong_plan_is_found_before_training(group, layers, names):
+def test_the_plan_check_finds_wrong_tp_plans_before_training(group, layers, names):
     mesh = dp.init_device_mesh({"tp": 2, "dp": group.world_size // 2})
     with pytest.raises(ValueError, match=f"{names}"):
         dp.parallelize(build("llama"), mesh, llama_plan(layers=layers), check=batch("llama", 4))
@@ -205,7 +209,7 @@ def test_a_wrong_plan_is_found_before_training(group, layers, names):
 
 @SLOW_ON_FOUR
 @SHARDED
-def test_a_layer_that_is_silently_wrong_is_named(group):
+def test_the_plan_check_names_the_first_wrong_layer(group):
     """Two outputs in one weight, of which the plan knows nothing, give each rank wrong halves of both."""
     from mindnlp.core import nn, ops
     from mindnlp.core.nn import functional
@@ -242,7 +246,7 @@ def test_a_layer_that_is_silently_wrong_is_named(group):
 
 @SLOW_ON_FOUR
 @SHARDED
-def test_plans_that_do_not_belong_to_the_model(group):
+def test_parallelize_refuses_plans_and_check_batches_that_do_not_fit(group):
     mesh = dp.init_device_mesh({"tp": 2, "dp": group.world_size // 2})
     with pytest.raises(ValueError, match=r"pattern '\*self_attn.q_porj', which fits no module; .*self_attn.q_proj"):
         dp.parallelize(build("llama"), mesh, llama_plan(layers={"*self_attn.q_porj": "colwise"}))
@@ -307,7 +311,7 @@ def trained_adapters(group, mesh, folder, **settings):
 @pytest.mark.parametrize(
     ("first", "second"), [("tp=2", "pp=2"), ("pp=2", "dp=2")] if WORLD_SIZE == 2 else [("pp=2,tp=2", "dp=2,tp=2")]
 )
-def test_adapters_are_resumed_on_another_mesh_and_merged(group, shared_tmp_path, first, second):
+def test_lora_adapters_resume_on_another_mesh_and_merge(group, shared_tmp_path, first, second):
     from mindnlp.peft import PeftModel
     from mindspore import Tensor
 
@@ -338,7 +342,7 @@ def test_adapters_are_resumed_on_another_mesh_and_merged(group, shared_tmp_path,
 @pytest.mark.parametrize(
     "mesh", [{"dp": WORLD_SIZE}, *([{"pp": 2, "dp": WORLD_SIZE // 2}] if WORLD_SIZE in (2, 4) and IS_MPI else [])]
 )
-def test_adapters_without_a_gradient_are_named(group, mesh, recwarn):
+def test_lora_adapters_without_a_gradient_give_a_warning(group, mesh, recwarn):
     def first_update(skips):
         mesh_now = dp.init_device_mesh(mesh)
         model = build(f"gpt2{LORA}")
@@ -363,7 +367,7 @@ def test_adapters_without_a_gradient_are_named(group, mesh, recwarn):
 @SLOW_ON_FOUR
 @SHARDED
 @pytest.mark.parametrize("kind", ["llama", f"qwen2{LORA}"])
-def test_the_output_layer_and_the_loss_as_one_operator(group, kind):
+def test_fused_cross_entropy_on_meshes_trains_the_weights_of_one_process(group, kind):
     meshes = [{"dp": 2, "tp": group.world_size // 2}]
     meshes += [{"pp": 2, "dp": group.world_size // 2}, {"tp": 2, "dp": group.world_size // 2}] if IS_MPI else []
     for sizes in meshes:
@@ -378,7 +382,7 @@ def test_the_output_layer_and_the_loss_as_one_operator(group, kind):
 
 @SLOW_ON_FOUR
 @SHARDED
-def test_a_trainer_with_the_fused_loss(group, tmp_path):
+def test_the_trainer_with_fused_cross_entropy_trains_the_same_weights(group, tmp_path):
     def trained(**more):
         dp.init_device_mesh({"dp": group.world_size})
         trainer = train_by_trainer(

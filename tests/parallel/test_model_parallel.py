@@ -10,6 +10,7 @@ import mindspore
 import numpy as np
 import pytest
 from mindnlp.core import optim
+from mindnlp.engine import TrainerCallback
 from sharded_models import (
     BACK,
     HAS_MESSAGES,
@@ -91,7 +92,7 @@ def failing_meshes():
     """Return the pipelines of this world size, each with the ranks on which a forward pass fails."""
     meshes = {2: ["pp=2"], 4: ["pp=4", MIXED, BACK]}.get(WORLD_SIZE, [])
     found = list(itertools.product(meshes, ["every stage", "the last stage", "the first stage"]))
-    return found + [(mesh, "one sharer") for mesh in meshes if mesh in (MIXED, BACK)]
+    return found + [(mesh, "one rank of a stage") for mesh in meshes if mesh in (MIXED, BACK)]
 
 
 def a_mesh(group):
@@ -100,7 +101,7 @@ def a_mesh(group):
 
 
 @pytest.mark.parametrize(("kind", "mesh"), cases())  # some are marked as core
-def test_a_model_that_is_cut_trains_what_one_process_trains(group, kind, mesh):
+def test_a_sharded_model_on_every_mesh_trains_the_weights_of_one_process(group, kind, mesh):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build(kind), mesh)
     step = train(model, kind, pieces_of(mesh, 2))
@@ -112,7 +113,7 @@ def test_a_model_that_is_cut_trains_what_one_process_trains(group, kind, mesh):
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize(("kind", "axis"), [("gpt2", "pp"), ("mixtral", "ep"), ("gpt2", "tp")])
-def test_muon_trains_stages_and_experts_as_one_process_does_and_refuses_sharded_matrices(group, kind, axis, zero_stage):
+def test_muon_with_pp_and_ep_trains_the_weights_of_one_process_and_refuses_tp(group, kind, axis, zero_stage):
     if group.world_size not in (2, 4) or not IS_MPI:
         pytest.skip("needs an axis of two ranks")
     mesh = dp.init_device_mesh({"dp": group.world_size // 2, axis: 2})
@@ -129,7 +130,7 @@ def test_muon_trains_stages_and_experts_as_one_process_does_and_refuses_sharded_
 
 @pytest.mark.parametrize("zero_stage", [0, 1, pytest.param(2, marks=pytest.mark.core)])
 @pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_an_update_that_is_divided_too(group, axis, zero_stage):
+def test_zero_with_tp_or_pp_trains_the_weights_of_one_process(group, axis, zero_stage):
     if group.world_size != 4 or not IS_MPI:
         pytest.skip("needs two axes")
     mesh = dp.init_device_mesh({"dp": 2, axis: 2})
@@ -155,7 +156,7 @@ def test_an_update_that_is_divided_too(group, axis, zero_stage):
     }.get(WORLD_SIZE, []),
 )
 @pytest.mark.usefixtures("acknowledged_sends")
-def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, mesh, schedule):
+def test_every_pipeline_schedule_matches_one_process_and_its_in_flight_count(group, mesh, schedule):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build("gpt2"), mesh, schedule=schedule)
     # Micro-batches are single rows: where two or three ranks of a stage split them, only one has a row.
@@ -169,7 +170,7 @@ def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, m
 
 
 @needs_messages
-def test_stages_draw_apart_and_the_same_again(group):
+def test_pipeline_stages_have_different_and_reproducible_dropout_masks(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
     mesh = dp.init_device_mesh({"pp": group.world_size})
@@ -191,7 +192,7 @@ def test_stages_draw_apart_and_the_same_again(group):
 
 
 @needs_messages
-def test_fewer_micro_batches_than_stages(group):
+def test_a_pipeline_accepts_fewer_micro_batches_than_stages(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
     mesh = dp.init_device_mesh({"pp": group.world_size})
@@ -202,7 +203,7 @@ def test_fewer_micro_batches_than_stages(group):
 
 
 @needs_messages
-def test_micro_batches_of_different_sizes_and_none_at_all(group):
+def test_a_pipeline_accepts_uneven_and_empty_micro_batches(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
     mesh = dp.init_device_mesh({"dp": group.world_size // 2, "pp": 2})
@@ -217,7 +218,7 @@ def test_micro_batches_of_different_sizes_and_none_at_all(group):
 
 @pytest.mark.core
 @needs_messages
-def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
+def test_a_nan_loss_is_left_out_on_every_pipeline_stage(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
     mesh = dp.init_device_mesh({"pp": group.world_size})
@@ -251,7 +252,7 @@ def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
 @needs_mpi
 @pytest.mark.parametrize("num_rows", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mesh", "fails_on"), failing_meshes())
-def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
+def test_a_pipeline_trains_correctly_after_a_failed_update(mesh, fails_on, num_rows):
     """No rank hangs, and no message from before the failure is taken for one of the next update.
 
     This also holds if only one of the ranks that split a micro-batch fails, and for a model made afterwards.
@@ -259,7 +260,7 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     fails = {
         "every stage": True, "the last stage": mesh.is_last_stage, "the first stage": mesh.is_first_stage,
-        "one sharer": mesh.group("dp_in_stage").world_size > 1 and mesh.index("dp_in_stage") == 0,
+        "one rank of a stage": mesh.group("dp_in_stage").world_size > 1 and mesh.index("dp_in_stage") == 0,
     }  # fmt: skip
     columns = batch("gpt2", 8)
     micro_batches = [rows(columns, first, first + num_rows) for first in (0, 2, 4, 6)]
@@ -294,7 +295,7 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
 
 
 @needs_mpi
-def test_parameters_that_nothing_used_decay_as_in_one_process(group):
+def test_unused_experts_in_a_pipeline_decay_as_in_one_process(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
     # There are more experts than the tokens of an update use.
@@ -312,7 +313,7 @@ def test_parameters_that_nothing_used_decay_as_in_one_process(group):
 
 
 @needs_messages
-def test_a_list_of_layers_of_ones_own(group):
+def test_a_custom_pipeline_plan_trains_and_layers_per_stage_is_validated(group):
     if group.world_size != 2:
         pytest.skip("needs two stages")
     from mindnlp.core import nn
@@ -361,7 +362,7 @@ def without_mask(columns):
 
 
 @needs_mpi
-def test_what_a_pipeline_cannot_give_is_refused(group):
+def test_a_pipeline_refuses_hidden_states_generation_and_frozen_stages(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
     mesh = dp.init_device_mesh({"dp": group.world_size // 2, "pp": 2})
@@ -385,7 +386,7 @@ def test_what_a_pipeline_cannot_give_is_refused(group):
 
 
 @needs_messages
-def test_what_crosses_a_boundary_is_one_hidden_state_a_micro_batch_and_its_gradient(group):
+def test_pipeline_stages_exchange_one_hidden_state_per_micro_batch_and_its_gradient(group):
     if group.world_size != 2:
         pytest.skip("needs two stages")
     mesh = dp.init_device_mesh({"pp": 2})
@@ -398,7 +399,7 @@ def test_what_crosses_a_boundary_is_one_hidden_state_a_micro_batch_and_its_gradi
 # Tensor parallelism.
 
 
-def test_a_layer_costs_four_all_reduces_a_step(group, monkeypatch):
+def test_tp_does_four_all_reduces_per_layer_and_step(group, monkeypatch):
     if group.world_size not in (2, 3, 4):
         pytest.skip("nothing is cut, or too few heads are there")
     mesh = dp.init_device_mesh({"tp": group.world_size})
@@ -439,7 +440,7 @@ def drawn(model, kind, seed, **options):
     return loss, seen[0]
 
 
-def test_ranks_draw_alike_where_they_compute_the_same_and_apart_where_they_do_not(group):
+def test_tp_dropout_is_equal_for_replicated_and_different_for_sharded_activations(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     mesh = dp.init_device_mesh({"tp": group.world_size})
@@ -454,7 +455,7 @@ def test_ranks_draw_alike_where_they_compute_the_same_and_apart_where_they_do_no
 
 
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM"])
-def test_an_encoder_that_predicts_the_next_word(group, name):
+def test_tp_encoders_with_a_causal_lm_head_have_the_loss_of_one_process(group, name):
     """Its labels are shifted, unlike those of a masked language model."""
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
@@ -477,7 +478,7 @@ def test_an_encoder_that_predicts_the_next_word(group, name):
     np.testing.assert_allclose(loss_of(dp.parallelize(make(), mesh)), loss_of(make()), rtol=1e-6)
 
 
-def test_a_loss_of_ones_own_of_whole_logits(group):
+def test_tp_logits_without_labels_are_full_and_have_correct_gradients(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     from mindnlp.core.autograd import value_and_grad
@@ -503,7 +504,7 @@ def test_a_loss_of_ones_own_of_whole_logits(group):
     assert model(ids, labels=ids).logits is None
 
 
-def test_an_optimizer_of_before(group):
+def test_an_optimizer_made_before_parallelize_is_refused(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     mesh = dp.init_device_mesh({"tp": group.world_size})
@@ -514,7 +515,7 @@ def test_an_optimizer_of_before(group):
         dp.make_train_step(lambda **inputs: model(**inputs)[0], optimizer, list(model.parameters()))
 
 
-def test_a_plan_of_ones_own(group):
+def test_a_custom_tp_plan_trains_the_weights_of_one_process(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     mesh = dp.init_device_mesh({"tp": group.world_size})
@@ -530,7 +531,7 @@ def test_a_plan_of_ones_own(group):
 
 
 @needs_mpi
-def test_ranks_of_a_row_whose_micro_batches_weigh_differently(group):
+def test_ep_ranks_with_uneven_micro_batches_train_the_weights_of_one_process(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs a row")
     mesh = dp.init_device_mesh({"ep": group.world_size})
@@ -546,7 +547,7 @@ def test_ranks_of_a_row_whose_micro_batches_weigh_differently(group):
 
 
 @needs_mpi
-def test_a_loss_that_is_no_number_spoils_no_expert(group):
+def test_a_nan_loss_on_one_ep_rank_is_left_out_on_all_ranks(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs a row")
     mesh = dp.init_device_mesh({"ep": group.world_size})
@@ -578,7 +579,7 @@ def test_a_loss_that_is_no_number_spoils_no_expert(group):
 
 
 @needs_mpi
-def test_the_trainer_where_nothing_counts_in_a_ranks_micro_batch(group, tmp_path):
+def test_the_trainer_with_ep_ignores_micro_batches_without_labels(group, tmp_path):
     """The loss of such a micro-batch is 0 / 0 and must not reach the experts, which other ranks use too."""
     if group.world_size not in (2, 4):
         pytest.skip("needs a row")
@@ -617,7 +618,7 @@ def test_the_trainer_where_nothing_counts_in_a_ranks_micro_batch(group, tmp_path
 
 
 @pytest.mark.core
-def test_a_folder_of_weights_into_an_empty_model_and_back(group, shared_tmp_path):
+def test_a_sharded_empty_model_loads_pretrained_weights_and_writes_them_again(group, shared_tmp_path):
     mesh = a_mesh(group)
     if mesh is None or group.world_size == 3:
         pytest.skip("nothing is cut")
@@ -643,7 +644,7 @@ def test_a_folder_of_weights_into_an_empty_model_and_back(group, shared_tmp_path
     assert dp.replica_digest(other) == dp.replica_digest(original)
 
 
-def test_a_pretrained_base_model_under_a_new_head(group, shared_tmp_path):
+def test_a_sharded_model_with_a_new_head_loads_pretrained_base_weights(group, shared_tmp_path):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     import mindnlp.transformers as models
@@ -662,7 +663,7 @@ def test_a_pretrained_base_model_under_a_new_head(group, shared_tmp_path):
 
 
 @pytest.mark.core
-def test_a_run_is_taken_up_on_another_mesh(group, shared_tmp_path):
+def test_a_trainer_run_resumes_on_another_mesh(group, shared_tmp_path):
     meshes = {2: ["dp=2", "tp=2", "pp=2"], 4: ["dp=2,tp=2", "pp=2,tp=2", "dp=2,pp=2"]}.get(group.world_size)
     if meshes is None:
         pytest.skip("needs meshes")
@@ -674,7 +675,7 @@ def test_a_run_is_taken_up_on_another_mesh(group, shared_tmp_path):
         assert_taken_up(group, first, second, shared_tmp_path / str(number), whole, **settings)
 
 
-def test_a_loop_of_ones_own_is_taken_up_on_another_mesh_and_evaluated(group, shared_tmp_path):
+def test_a_custom_loop_resumes_on_another_mesh_with_the_same_evaluation(group, shared_tmp_path):
     meshes = {2: ["tp=2", "pp=2", "dp=2"], 4: ["dp=2,tp=2", "pp=4", "tp=4"]}.get(group.world_size)
     if meshes is None:
         pytest.skip("needs meshes")
@@ -729,7 +730,7 @@ class Counting(optim.AdamW):
 
 @pytest.mark.core
 @pytest.mark.parametrize("sharded", [False, True])
-def test_state_of_other_shapes_than_the_parameters(group, shared_tmp_path, sharded):
+def test_checkpoints_keep_optimizer_state_of_other_shapes_than_the_parameters(group, shared_tmp_path, sharded):
     meshes = {2: ["tp=2", "pp=2"], 4: ["dp=2,tp=2"]}.get(group.world_size)
     if meshes is None:
         pytest.skip("needs meshes")
@@ -761,7 +762,7 @@ def test_state_of_other_shapes_than_the_parameters(group, shared_tmp_path, shard
 
 @pytest.mark.core
 @pytest.mark.parametrize("sharded", [False, True])
-def test_memory_that_ends_while_a_sharded_model_is_copied(group, shared_tmp_path, monkeypatch, sharded):
+def test_async_save_of_a_sharded_model_writes_to_disk_if_memory_is_full(group, shared_tmp_path, monkeypatch, sharded):
     """The weights are in memory already, and the state does not fit: all is copied to the disk."""
     mesh = {2: "tp=2", 4: "dp=2,tp=2"}.get(group.world_size)
     if mesh is None:
@@ -783,7 +784,7 @@ def test_memory_that_ends_while_a_sharded_model_is_copied(group, shared_tmp_path
     assert not list(shared_tmp_path.glob(".*-*"))
 
 
-def test_a_sharded_model_is_written_by_one_rank(group, shared_tmp_path):
+def test_save_on_each_node_is_refused_for_sharded_models(group, shared_tmp_path):
     if group.world_size != 2:
         pytest.skip("needs a mesh")
     with pytest.raises(ValueError, match="save_on_each_node with a sharded model: rank 0 gathers and writes it"):
@@ -791,7 +792,7 @@ def test_a_sharded_model_is_written_by_one_rank(group, shared_tmp_path):
 
 
 @needs_mpi
-def test_experts_are_evaluated_by_ranks_that_have_no_rows_left(group):
+def test_ep_evaluation_with_ranks_without_rows_equals_data_parallelism(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs a row")
 
@@ -807,7 +808,7 @@ def test_experts_are_evaluated_by_ranks_that_have_no_rows_left(group):
     np.testing.assert_allclose(mine.loss, expected.loss, rtol=1e-6)
 
 
-def test_a_run_with_dropout_is_replayed_to_the_bit(group, shared_tmp_path):
+def test_a_sharded_run_with_dropout_resumes_to_the_bit(group, shared_tmp_path):
     mesh = {2: "tp=2", 4: "pp=2,tp=2" if IS_MPI else "dp=2,tp=2"}.get(group.world_size)
     if mesh is None:
         pytest.skip("nothing is cut")
@@ -819,7 +820,7 @@ def test_a_run_with_dropout_is_replayed_to_the_bit(group, shared_tmp_path):
 
 
 @pytest.mark.core
-def test_the_trainer_evaluates_and_saves_a_model_that_is_cut(group, shared_tmp_path):
+def test_the_trainer_evaluates_and_saves_sharded_models_like_one_process(group, shared_tmp_path):
     mesh = {2: ["tp=2", "pp=2"], 4: ["dp=2,tp=2", "dp=2,pp=2"]}.get(group.world_size)
     if mesh is None:
         pytest.skip("nothing is cut")
@@ -844,7 +845,7 @@ def test_the_trainer_evaluates_and_saves_a_model_that_is_cut(group, shared_tmp_p
 
 
 @pytest.mark.core
-def test_meshes_that_cannot_be(group):
+def test_invalid_device_meshes_are_refused(group):
     n = group.world_size
     with pytest.raises(ValueError, match=rf"dp={n + 1} does not match the {n} ranks of this job"):
         dp.init_device_mesh({"dp": n + 1})
@@ -871,7 +872,7 @@ def test_meshes_that_cannot_be(group):
 
 @needs_mpi
 @pytest.mark.parametrize("mesh", {2: ["tp=2", "pp=2", "ep=2"], 4: ["pp=2,tp=2"]}.get(WORLD_SIZE, []))
-def test_a_dry_run_changes_nothing_and_shows_what_the_call_does(group, mesh):
+def test_a_dry_run_of_parallelize_shows_the_edits_and_changes_nothing(group, mesh):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = build("mixtral" if mesh.sizes["ep"] > 1 else "gpt2")
 
@@ -896,7 +897,7 @@ def test_a_dry_run_changes_nothing_and_shows_what_the_call_does(group, mesh):
             assert shown[owner].count(f"-> {tuple(parameter.shape)}") >= 1
 
 
-def test_a_model_that_cannot_be_cut_is_not_changed(group):
+def test_a_failed_parallelize_does_not_change_the_model(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     model = build("bert")
@@ -917,7 +918,7 @@ def test_a_model_that_cannot_be_cut_is_not_changed(group):
         assert [type(module) for module in frozen.modules()] == kinds
 
 
-def test_models_that_cannot_be_cut_so(group):
+def test_parallelize_refuses_models_and_plans_that_do_not_fit_tp(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     mesh = dp.init_device_mesh({"tp": group.world_size})
@@ -948,7 +949,7 @@ def test_models_that_cannot_be_cut_so(group):
 
 
 @needs_mpi
-def test_stages_and_experts_that_cannot_be(group):
+def test_parallelize_refuses_stages_and_experts_that_do_not_fit(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     n = group.world_size
@@ -967,7 +968,7 @@ def test_stages_and_experts_that_cannot_be(group):
         dp.parallelize(build("mixtral"), mesh, ShardingPlan(experts=ExpertPlan("*.nowhere")))
 
 
-def test_ranks_that_build_other_models(group):
+def test_parallelize_refuses_models_that_differ_between_ranks(group):
     if group.world_size < 2:
         pytest.skip("no rank differs")
     mesh = dp.init_device_mesh({"tp": group.world_size})
@@ -975,7 +976,7 @@ def test_ranks_that_build_other_models(group):
         dp.parallelize(build("bert", num_layers=1 + group.rank), mesh)
 
 
-def test_a_copy_that_somebody_changed_is_found(group):
+def test_assert_in_sync_finds_a_changed_replicated_parameter(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     mesh = dp.init_device_mesh({"tp": group.world_size})
@@ -987,7 +988,7 @@ def test_a_copy_that_somebody_changed_is_found(group):
         model.parallel.assert_in_sync()
 
 
-def test_a_replica_that_somebody_changed_is_found_on_all_ranks(group):
+def test_assert_in_sync_reports_a_changed_shard_on_all_ranks(group):
     """Ranks whose own group is in sync get the error too."""
     if group.world_size != 4:
         pytest.skip("needs two groups of two")
@@ -1002,7 +1003,7 @@ def test_a_replica_that_somebody_changed_is_found_on_all_ranks(group):
     group.barrier()
 
 
-def test_data_parallel_is_a_mesh_of_one_axis(group):
+def test_a_mesh_with_dp_only_is_plain_data_parallelism(group):
     mesh = dp.init_device_mesh({"dp": group.world_size})
     assert mesh.is_data_parallel
     assert group.label() == str(group.rank)
@@ -1015,7 +1016,7 @@ def test_data_parallel_is_a_mesh_of_one_axis(group):
 
 
 @pytest.mark.skipif(WORLD_SIZE == 1, reason="one rank cuts nothing")
-def test_a_whole_model_under_a_mesh_that_cuts_models_is_refused(group, tmp_path):
+def test_unsharded_models_are_refused_under_a_model_parallel_mesh(group, tmp_path):
     """All ranks would train the full model, but only on samples for the fewer data-parallel ranks."""
     dp.init_device_mesh(parse_mesh(a_mesh(group)))
     model = build("gpt2")
@@ -1029,7 +1030,7 @@ def test_a_whole_model_under_a_mesh_that_cuts_models_is_refused(group, tmp_path)
 
 
 @pytest.mark.skipif(WORLD_SIZE == 1, reason="one rank cuts nothing")
-def test_a_model_keeps_the_mesh_that_it_was_cut_for(group, tmp_path):
+def test_a_sharded_model_keeps_its_mesh_after_another_mesh_is_made(group, tmp_path):
     def trained(meanwhile):
         mesh = dp.init_device_mesh(parse_mesh(a_mesh(group)))
         model = dp.parallelize(build("gpt2"), mesh)
@@ -1046,7 +1047,7 @@ def test_a_model_keeps_the_mesh_that_it_was_cut_for(group, tmp_path):
 
 
 @pytest.mark.skipif(WORLD_SIZE == 1, reason="one rank cuts nothing")
-def test_model_init_may_make_a_model_and_cut_it(group, tmp_path):
+def test_model_init_may_return_a_sharded_model(group, tmp_path):
     mesh = dp.init_device_mesh(parse_mesh(a_mesh(group)))
 
     class ByInit(dp.DataParallelTrainer):
@@ -1056,3 +1057,22 @@ def test_model_init_may_make_a_model_and_cut_it(group, tmp_path):
     trainer = train_by_trainer(None, Sentences(), tmp_path, ByInit, per_device_train_batch_size=2)
     assert trainer.group is mesh.dp_group
     assert trainer.state.global_step > 0
+
+
+@needs_mpi
+@pytest.mark.skipif(WORLD_SIZE not in (2, 4), reason="two ranks share the experts")
+def test_a_callback_may_change_the_averaged_gradients_of_experts_and_of_other_layers(group, tmp_path):
+    class ZeroesEveryOther(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            for name, parameter in model.named_parameters():
+                if "q_proj" in name or "w1" in name:
+                    assert parameter.grad is not None, name
+                    parameter.grad = parameter.grad * 0
+
+    model = dp.parallelize(build("mixtral"), dp.init_device_mesh({"ep": 2, "dp": group.world_size // 2}))
+    before = whole_weights(model)
+    settings = {"per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2}
+    trainer = train_by_trainer(model, Sentences("mixtral"), tmp_path, callbacks=[ZeroesEveryOther()], **settings)
+    for name, weight in whole_weights(trainer.model).items():
+        if name.endswith("_proj.weight") or ".w" in name:
+            assert np.array_equal(weight, before[name]) == ("q_proj" in name or "w1" in name), name

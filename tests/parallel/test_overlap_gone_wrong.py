@@ -194,7 +194,7 @@ def test_a_failed_hook_turns_overlap_off_and_does_not_change_the_gradients(group
 
 @pytest.fixture
 def mended(group):
-    """Open a new channel after the test, in which all ranks leave an exchange half way."""
+    """Open a new channel after the test, in which all ranks leave an exchange before its end."""
     yield
     open_gradient_channel(group)
 
@@ -207,7 +207,7 @@ def test_an_exception_in_the_backward_pass_stops_the_thread_and_refuses_later_ca
     assert num_exchange_threads() == 0
     assert not any(bucket._filled for bucket in sync.buckets if hasattr(bucket, "_filled"))
     for call in (sync.reduce, lambda: sync.accumulate(micro.backward(0)), lambda: sync.backward(1.0).__enter__()):
-        with pytest.raises(RuntimeError, match=r"left the exchange .* half way \(KeyError: 'lost'\).*make a new"):
+        with pytest.raises(RuntimeError, match=r"left the exchange .* before its end \(KeyError: 'lost'\).*make a new"):
             call()
 
 
@@ -237,12 +237,12 @@ def test_a_failed_exchange_is_raised_and_refuses_later_exchanges(group, micro, s
             run_update(sync, micro, group.rank, 1)
     assert num_exchange_threads() == 0
     if not sync.buckets[0].is_asynchronous:
-        with pytest.raises(RuntimeError, match="half way"):
+        with pytest.raises(RuntimeError, match="before its end"):
             sync.reduce()
 
 
 def test_a_new_channel_closes_the_old_one_on_every_rank(group, micro, sync):
-    """The channel also closes on ranks that left nothing half way, because no rank would receive from it."""
+    """The channel also closes on ranks that left no exchange, because no rank would receive from it."""
     if group.is_main:
         sync.channel.abandon(KeyError("lost"))
     newer = dp.GradientSynchronizer(micro.trainable, group, overlap=False)

@@ -20,6 +20,7 @@ from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
 from mindnlp_dp.data_parallel import synchronizer
 from mindnlp_dp.data_parallel.buckets import bucket_factory
+from mindnlp_dp.data_parallel.multi_group_synchronizer import MultiGroupSynchronizer
 from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.optim import LAMB, LARS, Muon
@@ -772,3 +773,29 @@ def test_an_optimizer_changed_on_one_rank_is_an_error_on_all_ranks(group, change
         step([MicroStep(1.0, gradients_of(1), 1.0)], 1, as_computed)
     for parameter, value in zip(parameters, before):
         np.testing.assert_array_equal(parameter.asnumpy(), value)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_two_synchronizers_of_which_one_has_float16_update_like_each_alone(group, zero_stage):
+    """One of the updaters reads the buckets, and the other one, which has no rule for float16, gets gradients."""
+    halves = [make_parameters(), [nn.Parameter(p.astype(mindspore.float16)) for p in make_parameters(seed=1)[:3]]]
+    alone = [[nn.Parameter(p.copy()) for p in half] for half in halves]
+
+    def job(parameters, synchronizer):
+        optimizer = optim.SGD(parameters, lr=0.01)
+        return TrainStep(synchronizer, make_updater(optimizer, synchronizer, zero_stage), LossMeter(group))
+
+    combined = MultiGroupSynchronizer(
+        [dp.GradientSynchronizer(half, group, overlap=False) for half in halves],
+        [range(len(halves[0])), range(len(halves[0]), len(halves[0]) + 3)],
+        [lambda loss_weight: loss_weight] * 2,
+    )
+    steps = [job([*halves[0], *halves[1]], combined)]
+    steps += [job(half, dp.GradientSynchronizer(half, group, overlap=False)) for half in alone]
+    assert steps[0].updater.reads_buckets == [True, False]
+    for number in range(3):
+        gradients = [*gradients_of(number), *(g.astype(mindspore.float16) for g in gradients_of(number)[:3])]
+        for step, mine in zip(steps, (gradients, gradients[: len(SHAPES)], gradients[len(SHAPES) :])):
+            step([MicroStep(1.0, mine, 1.0)] if group.is_main else [], number, as_computed)
+    for one, other in zip([*halves[0], *halves[1]], [*alone[0], *alone[1]]):
+        np.testing.assert_array_equal(one.asnumpy(), other.asnumpy())

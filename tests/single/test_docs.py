@@ -17,8 +17,8 @@ import yaml
 import mindnlp_dp as dp
 from mindnlp_dp import optim
 from mindnlp_dp.finetuning.settings import ParallelConfig, RunConfig
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
-from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
+from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig, TaskConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, DOCS = ROOT / "mindnlp_dp", ROOT / "docs"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import mindspore
 import numpy as np
 import pytest
-from library import is_0_5, nn, optim
+from library import is_0_5, nn
 from muon_reference import muon_reference
 
 import mindnlp_dp as dp
@@ -153,12 +153,6 @@ def parameter(*shape):
 def test_wrong_groups_are_errors_that_say_what_to_do(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_the_state_of_another_optimizer_is_refused():
-    matrix = parameter(3, 4)
-    with pytest.raises(ValueError, match="the saved state is not that of Muon: its groups do not have use_muon"):
-        Muon([matrix]).load_state_dict(optim.AdamW([matrix]).state_dict())
 
 
 def names_of(model, groups):
