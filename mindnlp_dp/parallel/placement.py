@@ -112,11 +112,12 @@ class Placements(Mapping[str, Placement]):
 
     def sharded(self, placement: Placement, mine: ShardedArray) -> ShardedArray:
         """Return the full array of which ``mine`` is this rank's shard, or has this rank's pieces of the shard."""
-        shard, mesh = placement.shard, self.mesh
-        layout = FlatLayout(placement.shape, shard, 1 if shard is None else mesh.sizes[placement.axis])
-        full = mine.within(layout, 0 if shard is None else mesh.index(placement.axis))
-        # Ranges of the flat array are pieces of it as it is.
-        return replace(full, layout=FlatLayout(placement.shape)) if isinstance(shard, FlatShard) else full
+        shard, shape = placement.shard, placement.shape
+        index, size = self.mesh.index(placement.axis), self.mesh.sizes[placement.axis]
+        if isinstance(shard, FlatShard):
+            return mine.within(FlatLayout(shape), shard.range(shape, index, size).start)
+        layout = FlatLayout(shape) if shard is None else FlatLayout(shape, shard, size)
+        return mine.within(layout, layout.offset_of(index))
 
     def owns(self, placement: Placement) -> bool:
         """Return whether this rank, of the model-parallel ranks with the same data, adds it to a sum over the model."""

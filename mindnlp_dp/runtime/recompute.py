@@ -214,7 +214,9 @@ def _unchanged_statistics(layer: Any) -> Iterator[None]:
 def _check_units(model: Any, chosen: dict[str, Any]) -> None:
     """Raise ValueError if a layer is not a unit of a fully sharded model, whose weights are gathered together."""
     units = getattr(getattr(model, "parallel", None), "units", None)
-    for name in chosen if units is not None else ():
+    if units is None:
+        return
+    for name in chosen:
         if name not in units.by_name:
             raise ValueError(
                 f"{name} cannot be recomputed: this model is fully sharded, and gathers the weights of "

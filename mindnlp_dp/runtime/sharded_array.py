@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import numpy as np
 
@@ -60,17 +60,18 @@ class FlatShard:
     """
 
     def part(self, full: np.ndarray, index: int, num_shards: int) -> np.ndarray:
-        return full.reshape(-1)[self._range(full.shape, index, num_shards)]
+        return full.reshape(-1)[self.range(full.shape, index, num_shards)]
 
     def put(self, part: np.ndarray, full: np.ndarray, index: int, num_shards: int) -> None:
         """Write a rank's part into the full array, which is contiguous."""
-        full.reshape(-1)[self._range(full.shape, index, num_shards)] = part
+        full.reshape(-1)[self.range(full.shape, index, num_shards)] = part
 
     def shape(self, full: Sequence[int], index: int, num_shards: int) -> tuple[int, ...]:
-        places = self._range(full, index, num_shards)
+        places = self.range(full, index, num_shards)
         return (places.stop - places.start,)
 
-    def _range(self, shape: Sequence[int], index: int, num_shards: int) -> slice:
+    def range(self, shape: Sequence[int], index: int, num_shards: int) -> slice:
+        """Return the positions of a rank's elements in the flat array."""
         begin, end = shard_bounds(math.prod(shape), num_shards)[index : index + 2]
         return slice(begin, end)
 
@@ -84,7 +85,7 @@ class FlatLayout:
     """
 
     shape: tuple[int, ...]
-    shard: Optional[Union[Shard, FlatShard]] = None
+    shard: Optional[Shard] = None
     num_shards: int = 1
 
     @property
@@ -124,9 +125,8 @@ class ShardedArray:
     dtype: str
     pieces: Sequence[tuple[int, np.ndarray]]
 
-    def within(self, layout: FlatLayout, index: int) -> ShardedArray:
-        """Return the array that has this one as its part ``index``."""
-        begin = layout.offset_of(index)
+    def within(self, layout: FlatLayout, begin: int) -> ShardedArray:
+        """Return the array in which this one begins at position ``begin``."""
         return ShardedArray(layout, self.dtype, [(begin + start, piece) for start, piece in self.pieces])
 
 

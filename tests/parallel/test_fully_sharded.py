@@ -293,7 +293,8 @@ def test_what_fully_sharded_models_cannot_do_is_refused(group):
 
     def step(model, kind=optim.AdamW, **options):
         parameters = list(model.parameters())
-        return dp.make_train_step(lambda **inputs: model(**inputs)[0], kind(parameters, lr=0.1), parameters, **options)
+        groups = dp_optim.muon_groups(model) if kind is dp_optim.Muon else parameters
+        return dp.make_train_step(lambda **inputs: model(**inputs)[0], kind(groups, lr=0.1), parameters, **options)
 
     with pytest.raises(ValueError, match=r"call model = mindnlp_dp.fully_shard\(model\) before its optimizer"):
         step(build("roberta"), zero_stage=3)

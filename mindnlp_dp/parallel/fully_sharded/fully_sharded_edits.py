@@ -36,7 +36,8 @@ def fully_sharded_edits(
     chosen = layers_of(model, check_recompute(layers))
     unit_of = {id(m): name for name, layer in chosen.items() for m in layer.modules()}
     places: dict[int, list[tuple[Any, str]]] = {}
-    names, parameters = {}, {}
+    names: dict[int, str] = {}
+    parameters: dict[int, Any] = {}
     for name, module in index.unique():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:

@@ -249,7 +249,7 @@ class _Handle(NamedTuple):
     """What autograd keeps in place of a weight, or of a view of it."""
 
     unit: Unit
-    index: int
+    number: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -258,7 +258,7 @@ class _Handle(NamedTuple):
 def _unpacked(kept: Any) -> Any:
     if not isinstance(kept, _Handle):
         return kept
-    full = kept.unit.again(kept.index)
+    full = kept.unit.again(kept.number)
     if kept.shape == tuple(full.shape) and kept.strides == tuple(full.stride()) and not kept.offset:
         return full
     return mindspore.ops.as_strided(full, kept.shape, kept.strides, kept.offset)
