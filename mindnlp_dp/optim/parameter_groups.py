@@ -12,8 +12,9 @@ def parameter_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
     layers: their norms say nothing about a good step size.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.ndim > 1]
-    others = [parameter for parameter in trainable if parameter.ndim <= 1]
+    # A shard may be flat: what it is a shard of counts.
+    matrices = [p for p in trainable if len(getattr(p, "full_shape", p.shape)) > 1]
+    others = [p for p in trainable if len(getattr(p, "full_shape", p.shape)) <= 1]
     groups = [
         {"params": matrices, "weight_decay": weight_decay, "use_trust_ratio": True},
         {"params": others, "weight_decay": 0.0, "use_trust_ratio": False},

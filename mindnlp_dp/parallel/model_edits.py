@@ -60,6 +60,7 @@ class Edit:
         forward: a function that makes the new forward method from the old one; None keeps it.
         attributes: new values of attributes of the module.
         placements: for the names of weights, the changes of their :class:`~.placement.Placement`.
+        is_shown: whether ``print`` shows it.
     """
 
     paths: tuple[str, ...]
@@ -67,6 +68,7 @@ class Edit:
     forward: Optional[Callable[[Any], Any]] = None
     attributes: Mapping[str, Any] = field(default_factory=dict)
     placements: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_shown: bool = True
 
     def apply(self, model: Any, placements: Placements) -> None:
         for name, changes in self.placements.items():
@@ -109,8 +111,9 @@ class ModelEdits(list[Edit]):
 
     def __str__(self) -> str:
         mesh, after = self._placements.mesh, self.placements_after()
-        lines = [f"{self._kinds['']} on rank {mesh.world.label()} of {mesh}: {len(self)} edits"]
-        return "\n".join(lines + [f"  {edit.paths[0] or '(model)'}: {self._text(edit, after)}" for edit in self])
+        shown = [edit for edit in self if edit.is_shown]
+        lines = [f"{self._kinds['']} on rank {mesh.world.label()} of {mesh}: {len(shown)} edits"]
+        return "\n".join(lines + [f"  {edit.paths[0] or '(model)'}: {self._text(edit, after)}" for edit in shown])
 
     def _text(self, edit: Edit, after: Placements) -> str:
         kind, found = self._kinds[edit.paths[0]], []
@@ -120,8 +123,8 @@ class ModelEdits(list[Edit]):
             found.append(f"forward -> {_class_name(edit.forward)}")
         found += [f"{name} = {value}" for name, value in edit.attributes.items()]
         here = [name for name in edit.placements if after.is_here(after[name])]
-        if edit.paths[0]:
-            prefix = f"{edit.paths[0]}."
+        if edit.paths[0] or self._placements.mesh.sizes["pp"] == 1:
+            prefix = f"{edit.paths[0]}." if edit.paths[0] else ""
             found += [f"{n.removeprefix(prefix)} {after[n].shape} -> {after.shape_here(after[n])}" for n in here]
         elif edit.placements:
             found.append(f"this stage has {len(here)} of {len(edit.placements)} weights")

@@ -154,7 +154,8 @@ def parallelize(
     if not mesh.is_data_parallel:
         model.parallel = parallel
         for name, parameter in model.named_parameters():
-            parameter.full_name, parameter.parallel = name, parallel
+            parameter.full_name, parameter.full_shape = name, placements[name].shape
+            parameter.parallel = parallel
     if checking is not None:
         result = checking.compare(model, parallel)
         if mesh.world.is_main:

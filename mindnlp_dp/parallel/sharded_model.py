@@ -139,6 +139,8 @@ class ShardedModel(DistributedModel):
 
     @contextlib.contextmanager
     def micro_step(self, weight: float) -> Iterator[None]:
+        if self.units is not None and self.units.is_held:
+            raise RuntimeError("weights get no gradients within mindnlp_dp.gathered(model); train outside of it")
         with contextlib.nullcontext() if self._row_weights is None else self._row_weights.micro_step(weight):
             try:
                 yield

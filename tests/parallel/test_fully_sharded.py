@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 import weakref
@@ -275,16 +276,69 @@ def test_weights_are_read_from_files_without_a_full_model_on_any_rank(group, sha
 
 def test_all_weights_are_in_full_within_gathered(group, shared_tmp_path):
     model, whole = dp.fully_shard(build("llama")), build("llama")
+    step = train(model, "llama", pieces_of(group), num_updates=0)
     folder = str(shared_tmp_path / str(group.rank))
-    with pytest.raises(RuntimeError, match=r"save_pretrained\(\) needs all weights.*gathered"):
-        model.save_pretrained(folder)
+    inputs = {"input_ids": Tensor(batch("llama", 2)["input_ids"])}
+    for call in (
+        lambda: model.save_pretrained(folder), lambda: model.generate(**inputs), model.state_dict,
+        model.model.state_dict, model.lm_head.state_dict,
+    ):  # fmt: skip
+        with pytest.raises(
+            RuntimeError, match=r"\(\) needs weights of which rank .* gathered within the forward pass of "
+        ):
+            call()
     with dp.gathered(model):
         assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
             name: tuple(p.shape) for name, p in whole.named_parameters()
         }
-        inputs = {"input_ids": Tensor(batch("llama", 2)["input_ids"])}
+        assert {name: to_host(x).shape for name, x in model.state_dict().items()} == {
+            name: to_host(x).shape for name, x in whole.state_dict().items()
+        }
+        assert np.array_equal(*(m.generate(**inputs, max_new_tokens=3).asnumpy() for m in (model, whole)))
         np.testing.assert_array_equal(model(**inputs)[0].asnumpy(), whole(**inputs)[0].asnumpy())
+        with pytest.raises(RuntimeError, match="train outside of it"):
+            step(pieces_of(group)(batch("llama", 8)))
     assert all(len(p.shape) == 1 for p in model.parameters())
+
+
+@pytest.mark.core
+def test_weights_outside_of_the_forward_pass_that_gathers_them_are_refused(group):
+    """Shards of one element, or of adapters' matrices, would have shapes with which products are possible."""
+    model = dp.fully_shard(build("roberta"))
+    hidden = Tensor(np.zeros((2, 3, 16), np.float32))
+    for call, name, unit in (
+        (lambda: model.classifier(hidden), "classifier.dense", "the model"),
+        (lambda: model.roberta.embeddings.word_embeddings(Tensor([[3]])), "embeddings.word_embeddings", "the model"),
+        (lambda: model.roberta(input_ids=Tensor([[3]])), "embeddings", "the model"),
+        (lambda: model.roberta.encoder.layer[1].output(hidden, hidden), "layer.1.output.dense", "encoder.layer.1"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{name}\S*: forward\(\) needs weights.*pass of \S*{unit};"):
+            call()
+    tuned = dp.fully_shard(build(f"llama{LORA}"))
+    layer = next(module for module in tuned.modules() if hasattr(module, "get_delta_weight"))
+    with pytest.raises(RuntimeError, match=r"q_proj: get_delta_weight\(\) needs weights"):
+        layer.get_delta_weight("default")
+    for method in (layer.merge, tuned.merge_adapter, tuned.base_model.merge_and_unload, tuned.base_model.unload):
+        for block in (contextlib.nullcontext(), dp.gathered(tuned)):
+            with (
+                pytest.raises(RuntimeError, match=rf"{method.args[2]}.*export --merge-lora".replace("()", r"\(\)")),
+                block,
+            ):
+                method()
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(\) would change weights"):
+        tuned.load_state_dict({})
+
+
+def test_shards_of_matrices_are_known_as_matrices(group):
+    """Otherwise weights that are flat on a rank would have no weight decay."""
+    expected, found = (
+        dp_optim.parameter_groups(model, 0.1) for model in (build("llama"), dp.fully_shard(build("llama")))
+    )
+    assert [len(g["params"]) for g in found] == [len(g["params"]) for g in expected]
+    edits = str(dp.parallelize(build("llama"), dp.init_device_mesh({"fsdp": group.world_size}), dry_run=True))
+    assert "fsdp=" in edits
+    assert "5 edits" in edits
+    assert "model.embed_tokens.weight (51, 16) -> (" in edits
 
 
 @pytest.mark.core

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindnlp_dp.parallel.fully_sharded.units import Units, UnitWeight, with_gathered_weights
+from mindnlp_dp.parallel.fully_sharded.units import Unit, Units, UnitWeight, with_gathered_weights
 from mindnlp_dp.parallel.model_edits import Edit, ModelIndex
 from mindnlp_dp.parallel.placement import Placements
 from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.recompute import RecomputeLayers, check_recompute, has_recomputed_layers, layers_of
 from mindnlp_dp.runtime.sharded_array import FlatShard
 
-# What reads all weights at once, without a forward pass.
-_READS_ALL = ("generate", "save_pretrained", "merge_adapter", "merge_and_unload", "unload", "resize_token_embeddings")
+# Methods that read weights without the forward pass that gathers them, and those that change them.
+_READ = ("generate", "save_pretrained", "state_dict", "get_delta_weight")
+_CHANGE = (
+    "load_state_dict",
+    "merge_adapter",
+    "unmerge_adapter",
+    "merge_and_unload",
+    "unload",
+    "resize_token_embeddings",
+)
+# Those of a layer with adapters; other modules may have methods of these names.
+_MERGE = ("merge", "unmerge")
 
 
 def fully_sharded_edits(
@@ -58,28 +68,60 @@ def fully_sharded_edits(
             unit = units.add(name, of_unit)
             changes = {weight.name: {"shard": FlatShard(), "axis": "fsdp"} for weight in of_unit}
             forward = with_gathered_weights(unit, module)
-            edits.append(Edit((name,), forward=forward, placements=changes, attributes=_guards(module, name, units)))
+            edits.append(Edit((name,), forward=forward, placements=changes))
+    return edits + _guards(index, units)
+
+
+def _guards(index: ModelIndex, units: Units) -> list[Edit]:
+    """Return the edits with which a module raises an error where its shards would be used as if they were weights."""
+    units_of: dict[int, list[Unit]] = {}
+    for unit in units.by_name.values():
+        for module in {id(module): module for weight in unit.weights for module, _ in weight.places}.values():
+            units_of.setdefault(id(module), []).append(unit)
+    edits = []
+    for name, module in index.unique():
+        within = list(dict.fromkeys(unit for m in module.modules() for unit in units_of.get(id(m), ())))
+        if not within:
+            continue
+        merges = _MERGE if hasattr(module, "get_delta_weight") else ()
+        guards = [(method, _call_in_full) for method in _READ] + [(method, _refuse) for method in (*_CHANGE, *merges)]
+        attributes = {
+            method: functools.partial(guard, units, within, f"{name or 'the model'}: {method}()", stock)
+            for method, guard in guards
+            if (stock := getattr(module, method, None)) is not None
+        }
+        own = units_of.get(id(module)) if name not in units.by_name else None
+        forward = _forward_in_full(units, own, f"{name}: forward()") if own else None
+        edits.append(Edit((name,), forward=forward, attributes=attributes, is_shown=False))
     return edits
 
 
-def _guards(module: Any, name: str, units: Units) -> dict[str, Callable[..., Any]]:
-    """Return methods of the model that say that they need all weights."""
-    if name:
-        return {}
-    return {
-        method: functools.partial(_call_if_held, units, method, getattr(module, method))
-        for method in _READS_ALL
-        if hasattr(module, method)
-    }
+def _forward_in_full(units: Units, needed: Sequence[Unit], what: str) -> Callable[[Any], Any]:
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.update_wrapper(functools.partial(_call_in_full, units, needed, what, stock), stock)
+
+    return make
 
 
-def _call_if_held(units: Units, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not units.is_held:
+def _call_in_full(
+    units: Units, needed: Sequence[Unit], what: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a method that needs the weights of these units; raise RuntimeError if they are not gathered."""
+    missing = next((unit for unit in needed if not unit.is_in_full), None)
+    if missing is not None:
         raise RuntimeError(
-            f"{name}() needs all weights, and rank {units.group.label()} has shards of them; call it on every rank "
-            f"within mindnlp_dp.gathered(model), or load a checkpoint in one process"
+            f"{what} needs weights of which rank {units.group.label()} has shards, and which are gathered within the "
+            f"forward pass of {missing.name or 'the model'}; call it on every rank within mindnlp_dp.gathered(model), "
+            "or load a checkpoint in one process"
         )
     return method(*args, **kwargs)
+
+
+def _refuse(units: Units, needed: Sequence[Unit], what: str, *_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        f"{what} would change weights of which rank {units.group.label()} has shards; call it before fully_shard(), or "
+        "save the model and call it in one process (mindnlp-dp export --merge-lora merges adapters)"
+    )
 
 
 def _check(model: Any, placements: Placements) -> None:

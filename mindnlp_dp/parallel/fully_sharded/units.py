@@ -89,6 +89,8 @@ class Unit:
     def __init__(self, units: Units, name: str, weights: Sequence[UnitWeight]) -> None:
         self.units, self.name, self.weights = units, name, weights
         self._bounds = [shard_bounds(math.prod(w.shape), units.group.world_size) for w in weights]
+        # Whether the modules have full weights.
+        self.is_in_full = False
         self._again: Optional[list[Tensor]] = None
 
     def forward(self, module: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,9 +109,11 @@ class Unit:
         """Put full weights into the modules in place of the shards, in this block."""
         shards = [weight.shard for weight in self.weights]
         self._install(full)
+        self.is_in_full = True
         try:
             yield
         finally:
+            self.is_in_full = False
             self._install(shards)
 
     def _install(self, tensors: Sequence[Any]) -> None:
