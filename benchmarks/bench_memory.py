@@ -6,6 +6,7 @@
     python benchmarks/bench_memory.py --recompute --json outputs/bench_recompute.json
     python benchmarks/bench_memory.py --estimate --json outputs/bench_estimate.json
     python benchmarks/bench_memory.py --sequence --json outputs/bench_sequence.json
+    python benchmarks/bench_memory.py --zero3 --json outputs/bench_zero3.json
 
 Memory is Linux's proportional set size (PSS), which counts memory that ranks share once; the resident set size would
 count it on every rank. Each rank first imports all libraries and trains a tiny model, so that everything is loaded and
@@ -16,8 +17,8 @@ tokens, whose activations are negligible. All ranks read their PSS at the same t
 and frees again is not seen.
 
 The model is a BERT with 22.7 million parameters, 91 MB of float32, with AdamW and clipping. It trains by
-dp.make_train_step with the defaults and with zero_stage=0. For comparison, PyTorch trains a model with the same layers
-with DistributedDataParallel over gloo, with its own AdamW and with ZeroRedundancyOptimizer.
+dp.make_train_step with the defaults and with zero_stage=0 and 3. For comparison, PyTorch trains a model with the same
+layers with DistributedDataParallel over gloo, with its own AdamW and with ZeroRedundancyOptimizer.
 
 With --large, a RoBERTa with 355 million parameters and random weights trains three updates on four ranks. Another
 process adds up their total PSS, including libraries, every 0.2 seconds; the peak is printed. Whether the model fits
@@ -36,6 +37,8 @@ With --sequence, a small Llama trains on rows of 512 to 4,096 tokens with one ra
 ranks, and by data parallelism on 2. The growth of a rank's peak resident memory over that of an update of 16 tokens is
 of updates with one row (one for each rank of data parallelism); the time is of updates with as many rows as ranks, in
 which every rank computes as many tokens.
+
+With --zero3, the BERT trains with zero_stage=2 and zero_stage=3, in turns in one job of 2 ranks, on 512 tokens a rank.
 """
 
 from __future__ import annotations
@@ -134,7 +137,10 @@ def training(make_model: Callable[[], Any], zero_stage: Any, **options: Any) -> 
     import mindnlp_dp as dp
 
     model = make_model()
-    dp.broadcast_parameters(model)
+    if zero_stage == 3 and dp.get_process_group().world_size > 1:
+        dp.fully_shard(model)
+    else:
+        dp.broadcast_parameters(model)
     model.set_train(True)
     parameters = list(model.parameters())
 
@@ -175,6 +181,24 @@ def grown(args: argparse.Namespace) -> dict[str, Any]:
     update()
     total = group.all_reduce(np.array(list(moments.values()), np.int64))
     return {"moments": dict(zip(moments, total.tolist()))}
+
+
+def step_times(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds of updates on 4 x 128 tokens a rank with zero_stage=2 and 3, in turns."""
+    import mindnlp_dp as dp
+
+    group = dp.init_process_group()
+    updates = {stage: training(make_bert, stage)[1] for stage in (2, 3)}
+    seconds: dict[str, list[float]] = {str(stage): [] for stage in updates}
+    for number in range(args.updates + 3):
+        for stage, update in updates.items():
+            group.barrier()
+            began = time.perf_counter()
+            update(4, 128)
+            group.barrier()
+            if number >= 3:
+                seconds[str(stage)].append(time.perf_counter() - began)
+    return seconds
 
 
 def watch_stages(step: Any, done: Callable[[str], Any]) -> None:
@@ -415,6 +439,19 @@ def run_sequence(args: argparse.Namespace) -> dict[str, Any]:
     return {"sequence": results}
 
 
+def run_zero3(args: argparse.Namespace) -> dict[str, Any]:
+    seconds = run_job(job_of(__file__, "step_times", 2, "--updates", 10 * args.updates))
+    ratio = median_ratio(seconds["3"], seconds["2"])
+    medians = {stage: statistics.median(times) for stage, times in seconds.items()}
+    print(
+        f"{machine()}; BERT, 22.7 million parameters, 2 ranks, 512 tokens a rank, {len(seconds['2'])} updates in turns"
+    )
+    print_table(
+        ["zero_stage", "s an update", "x"], [["2", f"{medians['2']:.2f}", ""], ["3", f"{medians['3']:.2f}", ratio]]
+    )
+    return {"zero3": {"seconds": seconds, "ratio": ratio}}
+
+
 def run_recompute(args: argparse.Namespace) -> dict[str, Any]:
     layers = {"all kept": "none", "every layer recomputed": "every", "every second layer": "second"}
     jobs: dict[str, Job] = {}
@@ -448,6 +485,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Callable[[int], list[str]]] = {
         "ours": lambda num_ranks: job_of(__file__, "grown", num_ranks, "--zero-stage", "auto"),
         "ours, zero_stage=0": lambda num_ranks: job_of(__file__, "grown", num_ranks, "--zero-stage", "0"),
+        "ours, zero_stage=3": lambda num_ranks: job_of(__file__, "grown", num_ranks, "--zero-stage", "3"),
     }
     if args.torch_python:
         rows["PyTorch, DDP"] = lambda num_ranks: gloo(args.torch_python, "memory", num_ranks)
@@ -466,7 +504,12 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     ]
     header = [title for n in args.ranks for title in (f"{n} ranks" if n > 1 else "1 rank", "x")]
     print_table(["", *header], cells)
-    names = {"ours": "", "ours, zero_stage=0": "zero_stage_0_", "PyTorch, DDP": "ddp_"}
+    names = {
+        "ours": "",
+        "ours, zero_stage=0": "zero_stage_0_",
+        "ours, zero_stage=3": "zero_stage_3_",
+        "PyTorch, DDP": "ddp_",
+    }
     words = {2: "two_ranks_over_one", 4: "four_ranks_over_one"}
     ratios = {
         names.get(row, "zero_redundancy_") + words[n]: ratio(row, n) for row in rows for n in args.ranks if n in words
@@ -475,7 +518,8 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
 
 
 CHOICES = {
-    "large": run_large, "recompute": run_recompute, "estimate": run_estimate, "sequence": run_sequence, "all": run_all,
+    "large": run_large, "recompute": run_recompute, "estimate": run_estimate, "sequence": run_sequence,
+    "zero3": run_zero3, "all": run_all,
 }  # fmt: skip
 
 if __name__ == "__main__":
@@ -484,7 +528,7 @@ if __name__ == "__main__":
         lambda args: CHOICES[next((name for name in CHOICES if getattr(args, name, False)), "all")](args),
         {
             "grown": grown, "large": train_large, "activations": activations, "grown_by_training": grown_by_training,
-            "of_long_rows": of_long_rows,
+            "of_long_rows": of_long_rows, "step_times": step_times,
         },
         repeats=3, torch=True, zero_stage={}, ids={"type": Path}, layers_recomputed={},
         ranks={"type": int, "nargs": "+", "default": RANKS, "help": "the last one is that of --large"},
@@ -492,7 +536,8 @@ if __name__ == "__main__":
         recompute={"action": "store_true", "help": "activations of a BERT, and recomputation, instead"},
         estimate={"action": "store_true", "help": "what mindnlp-dp estimate says of three models, instead"}, model={},
         sequence={"action": "store_true", "help": "rows of several lengths by sequence parallelism, instead"}, mesh={},
+        zero3={"action": "store_true", "help": "the time of zero_stage=2 and 3, instead"},
         layers={"type": int, "default": 24, "help": "of the RoBERTa"},
         width={"type": int, "default": 1024, "help": "of the RoBERTa"},
-        updates={"type": int, "default": 3, "help": "of the RoBERTa"},
+        updates={"type": int, "default": 3, "help": "of the RoBERTa; a tenth of those of --zero3"},
     )  # fmt: skip

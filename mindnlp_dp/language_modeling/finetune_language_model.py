@@ -166,11 +166,14 @@ def train(
 
 
 def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingTask) -> list[dict[str, str]]:
-    """Let the model complete the prompts, by its most likely tokens; every rank calls it. Not with stages or ``sp``."""
+    """Let the model complete the prompts, by its most likely tokens; every rank calls it.
+
+    It makes no texts with stages or ``sp``, nor with ``fsdp``, where all weights may not fit on a rank.
+    """
     from mindspore import Tensor
 
     sizes = dp.get_device_mesh().sizes
-    if max(sizes["pp"], sizes["sp"]) > 1:
+    if max(sizes["pp"], sizes["sp"], sizes["fsdp"]) > 1:
         return []
     tokenizer = Tokenizer.from_str(task.tokenizer_json)
     positions = getattr(model.config, "max_position_embeddings", None) or config.max_length + config.max_new_tokens

@@ -101,13 +101,11 @@ class Placements(Mapping[str, Placement]):
 
     def part(self, placement: Placement, full: np.ndarray) -> np.ndarray:
         """Return this rank's shard of a full array, or the array itself if it is not sharded."""
-        shard, mesh = placement.shard, self.mesh
-        axis = placement.axis
+        shard, mesh, axis = placement.shard, self.mesh, placement.axis
         return full if shard is None else shard.part(full, mesh.index(axis), mesh.sizes[axis])
 
     def shape_here(self, placement: Placement) -> tuple[int, ...]:
-        shard, mesh = placement.shard, self.mesh
-        axis = placement.axis
+        shard, mesh, axis = placement.shard, self.mesh, placement.axis
         return placement.shape if shard is None else shard.shape(placement.shape, mesh.index(axis), mesh.sizes[axis])
 
     def sharded(self, placement: Placement, mine: ShardedArray) -> ShardedArray:

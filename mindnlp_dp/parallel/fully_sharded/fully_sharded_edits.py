@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindnlp_dp.parallel.fully_sharded.units import Unit, Units, UnitWeight, with_gathered_weights
+from mindnlp_dp.parallel.fully_sharded.units import Unit, Units, UnitWeight, calling
 from mindnlp_dp.parallel.model_edits import Edit, ModelIndex
 from mindnlp_dp.parallel.placement import Placements
 from mindnlp_dp.runtime.arrays import dtype_name
@@ -67,7 +67,7 @@ def fully_sharded_edits(
             module = index.modules[name]
             unit = units.add(name, of_unit)
             changes = {weight.name: {"shard": FlatShard(), "axis": "fsdp"} for weight in of_unit}
-            forward = with_gathered_weights(unit, module)
+            forward = calling(unit.forward, module)
             edits.append(Edit((name,), forward=forward, placements=changes))
     return edits + _guards(index, units)
 
@@ -91,16 +91,9 @@ def _guards(index: ModelIndex, units: Units) -> list[Edit]:
             if (stock := getattr(module, method, None)) is not None
         }
         own = units_of.get(id(module)) if name not in units.by_name else None
-        forward = _forward_in_full(units, own, f"{name}: forward()") if own else None
+        forward = calling(_call_in_full, units, own, f"{name}: forward()") if own else None
         edits.append(Edit((name,), forward=forward, attributes=attributes, is_shown=False))
     return edits
-
-
-def _forward_in_full(units: Units, needed: Sequence[Unit], what: str) -> Callable[[Any], Any]:
-    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.update_wrapper(functools.partial(_call_in_full, units, needed, what, stock), stock)
-
-    return make
 
 
 def _call_in_full(

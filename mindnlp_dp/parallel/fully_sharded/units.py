@@ -277,10 +277,10 @@ def new_array(shape: Sequence[int]) -> np.ndarray:
     return np.empty(shape, np.float32)
 
 
-def with_gathered_weights(unit: Unit, module: Any) -> Callable[[Any], Any]:
-    """Return the function that makes a module's new forward method from its old one."""
+def calling(function: Callable[..., Any], *args: Any) -> Callable[[Any], Any]:
+    """Return a function that replaces a module's forward method by function, which gets it after ``args``."""
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.update_wrapper(functools.partial(unit.forward, module, stock), stock)
+        return functools.update_wrapper(functools.partial(function, *args, stock), stock)
 
     return make
