@@ -4,7 +4,7 @@ The user or the Trainer calls :func:`fully_shard` before the optimizer is made::
 
     model = dp.fully_shard(model)
     optimizer = optim.AdamW(model.parameters())
-    step = dp.make_train_step(forward_fn, optimizer, model.parameters())
+    step = dp.make_train_step(forward_fn, optimizer, model.parameters(), model=model)
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ def model_with(weights, kind):
 def test_what_is_kept_between_the_passes_changes_no_bit(group, options):
     def trained(recompute=False, **options):
         model = dp.fully_shard(build("llama", dropout=0.1), **options)
-        train(model, "llama", pieces_of(group, 2), recompute=recompute)
+        dp.enable_recompute(model, recompute)
+        train(model, "llama", pieces_of(group, 2))
         return whole_weights(model)
 
     expected = trained()
@@ -140,7 +141,8 @@ def test_at_most_the_root_unit_and_one_layer_are_full_at_a_time(group, monkeypat
     units = model.parallel.units.by_name
     sizes = {name: sum(4 * np.prod(w.shape, dtype=int) for w in unit.weights) for name, unit in units.items()}
     live = LiveBytes(monkeypatch)
-    train(model, kind, pieces_of(group), num_updates=2, recompute=recompute)
+    dp.enable_recompute(model, recompute)
+    train(model, kind, pieces_of(group), num_updates=2)
     gc.collect()
     assert live.now == 0
     assert live.most <= sizes.pop("") + max(sizes.values())
@@ -348,7 +350,9 @@ def test_what_fully_sharded_models_cannot_do_is_refused(group):
     def step(model, kind=optim.AdamW, **options):
         parameters = list(model.parameters())
         groups = dp_optim.muon_groups(model) if kind is dp_optim.Muon else parameters
-        return dp.make_train_step(lambda **inputs: model(**inputs)[0], kind(groups, lr=0.1), parameters, **options)
+        return dp.make_train_step(
+            lambda **inputs: model(**inputs)[0], kind(groups, lr=0.1), parameters, model=model, **options
+        )
 
     with pytest.raises(ValueError, match=r"call model = mindnlp_dp.fully_shard\(model\) before its optimizer"):
         step(build("roberta"), zero_stage=3)

@@ -92,7 +92,7 @@ def test_the_table_of_arguments_matches_the_dataclass():
     kind = dp.DataParallelArguments.__base__
     inherited = {field.name for field in dataclasses.fields(kind.__base__)}
     expected = [(f.name, f.default, f.metadata["help"]) for f in dataclasses.fields(kind) if f.name not in inherited]
-    rows = hooks().settings(PACKAGE / "training" / "trainer" / "arguments.py", kind.__name__)
+    rows = hooks().settings(PACKAGE / "training" / "trainer" / "base_arguments.py", kind.__name__)
     assert len(rows) > 5
     assert [(name, default, meaning) for name, _, default, meaning in rows] == expected
 
