@@ -9,6 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
+from across_ranks import ConvNet
 from library import Stop
 from mindspore import Tensor
 from sharded_models import IS_MPI, needs_mpi, of_one_process, one_mesh_at_a_time
@@ -99,7 +100,9 @@ def model_with(weights, kind):
     return model
 
 
-@pytest.mark.parametrize("options", [{"recompute": True}, {"keep_gathered": True}, {"units": ["layers.[01]"]}])
+@pytest.mark.parametrize(
+    "options", [{"recompute": True}, {"keep_gathered": True}, {"units": ["layers.[01]"]}, {"units": False}]
+)
 def test_what_is_kept_between_the_passes_changes_no_bit(group, options):
     def trained(recompute=False, **options):
         model = dp.fully_shard(build("llama", dropout=0.1), **options)
@@ -368,6 +371,9 @@ def test_what_fully_sharded_models_cannot_do_is_refused(group):
         dp.enable_recompute(model, "attention.self")
     with pytest.raises(ValueError, match="is sharded already"):
         dp.fully_shard(model)
+    for units in (True, "nothing"):
+        with pytest.raises(ValueError, match=rf"ConvNet has no layers units={units!r} that gather .*, or False to"):
+            dp.fully_shard(ConvNet(), units=units)
     model = build("roberta")
     dp.enable_recompute(model)
     dp.init_device_mesh({"dp": group.world_size})

@@ -43,7 +43,13 @@ def fully_sharded_edits(
     """
     mesh, model = placements.mesh, index.model
     _check(model, placements)
-    chosen = layers_of(model, check_recompute(layers))
+    try:
+        chosen = layers_of(model, check_recompute(layers))
+    except ValueError as error:
+        raise ValueError(
+            f"{type(model).__name__} has no layers units={layers!r} that gather their weights in turn; call mindnlp_dp."
+            "fully_shard(model, units=...) with patterns of module names, or False to gather all weights at once"
+        ) from error
     unit_of = {id(m): name for name, layer in chosen.items() for m in layer.modules()}
     places: dict[int, list[tuple[Any, str]]] = {}
     names: dict[int, str] = {}
