@@ -151,6 +151,21 @@ def test_at_most_the_root_unit_and_one_layer_are_full_at_a_time(group, monkeypat
     assert live.most <= sizes.pop("") + max(sizes.values())
 
 
+@pytest.mark.parametrize("kind", ["llama, tied", f"llama{LORA}"])
+def test_a_fused_loss_trains_and_evaluates_the_same(group, kind):
+    """The loss asks the output layer's weight, outside of the layer's forward pass, whether it trains."""
+    model = build(kind)
+    dp.fuse_cross_entropy(model)
+    dp.fully_shard(model)
+    assert_trains_the_same(model, kind, train(model, kind, pieces_of(group)))
+    columns, (whole, _) = batch(kind, 2, 9), of_one_process(kind)
+    model.set_train(False)
+    loss = model(**{name: Tensor(x) for name, x in columns.items()})[0].asnumpy()
+    expected = model_with(whole, kind)
+    expected.set_train(False)
+    np.testing.assert_allclose(loss, expected(**{n: Tensor(x) for n, x in columns.items()})[0].asnumpy(), rtol=1e-5)
+
+
 def test_gathers_and_reduce_scatters_of_a_micro_batch(group, monkeypatch):
     """2 L + 1 gathers of L layers and the root unit, and L + 1 reduce-scatters."""
     calls = []
@@ -258,16 +273,39 @@ def test_the_trainer_trains_evaluates_predicts_and_saves(group, shared_tmp_path)
 @pytest.mark.parametrize(("first", "second"), [(3, 3), (3, 0), (2, 3)])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_run_is_resumed_at_another_stage(group, shared_tmp_path, first, second, is_sharded):
-    settings = {"save_strategy": "steps", "save_steps": 1, "sharded_checkpoints": is_sharded}
-    reference = weights_of(trained_by_trainer(shared_tmp_path / "reference", 0).model)
+    everyone = {"dp": group.world_size}
+    assert_resumes(group, shared_tmp_path, (first, everyone), (second, everyone), sharded_checkpoints=is_sharded)
+
+
+@needs_four
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"dp": 2, "fsdp": 2}, {"dp": 2, "fsdp": 2}), ({"fsdp": 4}, {"dp": 2, "fsdp": 2}),
+        ({"dp": 2, "fsdp": 2}, {"fsdp": 4}),
+    ],
+)  # fmt: skip
+def test_a_run_is_resumed_on_another_mesh(group, shared_tmp_path, first, second):
+    assert_resumes(group, shared_tmp_path, (3, first), (3, second))
+
+
+def assert_resumes(group, folder, first, second, **settings):
+    """Run with the stage and mesh ``first``, stop, and resume with ``second``; the weights are those without a stop."""
+
+    def run(stage, mesh, name, **settings):
+        dp.init_device_mesh(mesh)
+        trainer = trained_by_trainer(folder / name, stage, **settings)
+        return trainer, (whole_weights if stage == 3 else weights_of)(trainer.model)
+
+    expected = run(*second, "reference")[1]
+    settings = {"save_strategy": "steps", "save_steps": 1, **settings}
     with pytest.raises(KeyboardInterrupt):
-        trained_by_trainer(shared_tmp_path / "run", first, callbacks=[Stop(2)], **settings)
+        run(*first, "run", callbacks=[Stop(2)], **settings)
     group.barrier()
-    dp.init_device_mesh({"dp": group.world_size})
-    resumed = trained_by_trainer(shared_tmp_path / "run", second, resume=True, **settings)
+    resumed, found = run(*second, "run", resume=True, **settings)
     assert resumed.resumed_from is not None
-    for name, weight in (whole_weights if second == 3 else weights_of)(resumed.model).items():
-        np.testing.assert_allclose(weight, reference[name], rtol=0, atol=2e-6, err_msg=name)
+    for name, weight in found.items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=0 if first == second else 2e-6, err_msg=name)
 
 
 def test_weights_are_read_from_files_without_a_full_model_on_any_rank(group, shared_tmp_path):

@@ -108,6 +108,9 @@ class Unit:
     def installed(self, full: Sequence[Any]) -> Iterator[None]:
         """Put full weights into the modules in place of the shards, in this block."""
         shards = [weight.shard for weight in self.weights]
+        for tensor, shard in zip(full, shards):
+            # Models and losses ask their weights.
+            tensor.requires_grad = shard.requires_grad
         self._install(full)
         self.is_in_full = True
         try:
