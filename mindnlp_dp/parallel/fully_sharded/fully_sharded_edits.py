@@ -84,6 +84,9 @@ def _guards(index: ModelIndex, units: Units) -> list[Edit]:
     for unit in units.by_name.values():
         for module in {id(module): module for weight in unit.weights for module, _ in weight.places}.values():
             units_of.setdefault(id(module), []).append(unit)
+    # The kernel of a layer with adapters is for layers that have their own forward methods.
+    tuned = [module for _, module in index.unique() if hasattr(module, "get_delta_weight")]
+    adapted = {id(module) for layer in tuned for module in layer.modules() if module is not layer}
     edits = []
     for name, module in index.unique():
         within = list(dict.fromkeys(unit for m in module.modules() for unit in units_of.get(id(m), ())))
@@ -96,7 +99,9 @@ def _guards(index: ModelIndex, units: Units) -> list[Edit]:
             for method, guard in guards
             if (stock := getattr(module, method, None)) is not None
         }
-        own = units_of.get(id(module)) if name not in units.by_name else None
+        own = within if merges else units_of.get(id(module), [])
+        if name in units.by_name or id(module) in adapted:
+            own = []
         forward = calling(_call_in_full, units, own, f"{name}: forward()") if own else None
         edits.append(Edit((name,), forward=forward, attributes=attributes, is_shown=False))
     return edits
