@@ -158,6 +158,18 @@ class ParallelConfig(RunConfig):
         """The metric that decides on the best model; empty without one."""
         return self.save_best or ("loss" if self.early_stopping else "")
 
+    def _check_fully_sharded(self, axes: list[str]) -> None:
+        others = [axis for axis in axes if axis not in ("dp", "fsdp")]
+        for name, is_wrong, expected in (
+            ("mesh", others, "it is for data parallelism, dp and fsdp"),
+            ("zero_stage", self.zero_stage not in ("auto", "3"), "fsdp is stage 3"),
+            ("optimizer", self.optimizer != "adamw", "ranks have shards of matrices: use adamw"),
+            ("compression", self.compression, "leave it out"),
+            ("check_plan", self.check_plan, "there is no plan: leave it out"),
+        ):
+            if is_wrong:
+                raise InputError(f"sharded weights (zero_stage=3, fsdp) with {name}={getattr(self, name)}: {expected}")
+
     def validate(self) -> None:
         super().validate()
         for name, choices in (
@@ -176,9 +188,9 @@ class ParallelConfig(RunConfig):
                 shown = ", ".join(choice or "nothing" for choice in choices)
                 raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
         with as_input_error():
-            others = [axis for axis, size in parse_mesh(self.mesh).items() if size != 1 and axis not in ("dp", "fsdp")]
-            if self.zero_stage == "3" and others:
-                raise InputError(f"zero_stage=3 is for data parallelism (dp, fsdp), got {others[0]}; use 2")
+            axes = [axis for axis, size in parse_mesh(self.mesh).items() if size != 1]
+            if self.zero_stage == "3" or "fsdp" in axes:
+                self._check_fully_sharded(axes)
             parse_layers(self.pipeline_layers)
         if self.profile:
             # Imported here because it imports NumPy, which is slow.

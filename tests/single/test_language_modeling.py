@@ -332,7 +332,12 @@ def test_the_topics_of_the_python_manual_are_split_into_train_and_test():
         (["--lora-rank", "-1"], "lora_rank must be at least 0"),
         (["--model", "x", "--use-dora"], "use_rslora and use_dora change LoRA's adapters, and lora_rank is 0"),
         (["--lora-dropout", "1"], "lora_dropout must be from 0 to 1"),
-        (["--mesh", "tp=2", "--zero-stage", "3"], "zero_stage=3 is for data parallelism"),
+        (["--mesh", "tp=2", "--zero-stage", "3"], "zero_stage=3.* with mesh=tp=2: it is for data parallelism"),
+        (["--mesh", "fsdp=2,pp=2"], "with mesh=fsdp=2,pp=2: it is for data parallelism"),
+        (["--mesh", "fsdp=2", "--zero-stage", "2"], "with zero_stage=2: fsdp is stage 3"),
+        (["--zero-stage", "3", "--optimizer", "lamb"], "with optimizer=lamb: ranks have shards"),
+        (["--zero-stage", "3", "--compression", "powersgd"], "with compression=powersgd: leave it out"),
+        (["--mesh", "dp=2,fsdp=2", "--check-plan"], "with check_plan=True: there is no plan"),
         (["--zero-stage", "4"], "zero_stage must be one of"),
     ],
 )
