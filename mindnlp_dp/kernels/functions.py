@@ -350,7 +350,7 @@ class _Kind(NamedTuple):
 
     num_axes: int
     epsilon: float
-    centred: bool
+    centered: bool
 
 
 class _Norm(_Function):
@@ -359,7 +359,7 @@ class _Norm(_Function):
         ctx.save_for_backward(x, weight)
         ctx.kind, ctx.columns = kind, math.prod(x.shape[x.ndim - kind.num_axes :])
         rows = array_of(x).reshape(-1, ctx.columns)
-        out, ctx.statistics = normalize(rows, _flat(weight), _flat(bias), kind.epsilon, kind.centred)
+        out, ctx.statistics = normalize(rows, _flat(weight), _flat(bias), kind.epsilon, kind.centered)
         return tensor_of(out.reshape(x.shape))
 
     @staticmethod
@@ -367,7 +367,7 @@ class _Norm(_Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         g, rows = (array_of(each).reshape(-1, ctx.columns) for each in (gradient, x))
-        of_rows, *sums = normalize_backward(g, rows, _flat(weight), ctx.statistics, ctx.kind.centred)
+        of_rows, *sums = normalize_backward(g, rows, _flat(weight), ctx.statistics, ctx.kind.centered)
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         # Weight and bias have the shape of the normalized dimensions.
         shape = x.shape[x.ndim - ctx.kind.num_axes :]

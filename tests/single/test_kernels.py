@@ -101,8 +101,8 @@ def cross_entropy_formula(reduction="mean", classes=CLASSES):
     own = Tensor(np.maximum(classes, 0)[:, None])
 
     def formula(x):
-        centred = x - Tensor(x.asnumpy().max(1, keepdims=True))
-        losses = (ops.log(ops.exp(centred).sum(1)) - mindspore.ops.gather_elements(centred, 1, own)[:, 0]) * counts
+        centered = x - Tensor(x.asnumpy().max(1, keepdims=True))
+        losses = (ops.log(ops.exp(centered).sum(1)) - mindspore.ops.gather_elements(centered, 1, own)[:, 0]) * counts
         return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / float(counts.sum().asnumpy())}[reduction]
 
     return formula
@@ -111,8 +111,8 @@ def cross_entropy_formula(reduction="mean", classes=CLASSES):
 def norm_formula(*shape, epsilon=1e-5):
     def formula(x, weight=None, bias=None):
         axes = tuple(range(-len(shape), 0))
-        centred = x - x.mean(axes, keep_dims=True)
-        normal = centred / ops.sqrt((centred * centred).mean(axes, keep_dims=True) + epsilon)
+        centered = x - x.mean(axes, keep_dims=True)
+        normal = centered / ops.sqrt((centered * centered).mean(axes, keep_dims=True) + epsilon)
         return normal if weight is None else normal * weight + bias
 
     return formula
@@ -396,10 +396,10 @@ def test_kernels_are_bitwise_equal_on_any_number_of_cores(num_cores):
 
     def all_of_them():
         y = matmul.product(x, w.T, bias)
-        z, statistics = normalize(y, bias, bias, 1e-5, centred=True)
+        z, statistics = normalize(y, bias, bias, 1e-5, centered=True)
         activated = {name: activations.forward(name, y, True) for name in onednn.ACTIVATIONS}
         return [
-            y, z, *normalize_backward(y, z, bias, statistics, centred=True),
+            y, z, *normalize_backward(y, z, bias, statistics, centered=True),
             *(out for out, _ in activated.values()),
             *(activations.backward(name, z, y, slope) for name, (_, slope) in activated.items()),
             softmax_of_rows(y), softmax_backward(z, softmax_of_rows(y)),
@@ -614,12 +614,12 @@ class TestNorms:
         x = (numbers(40, columns) + mean).astype(np.float32)
         x = np.asfortranarray(x) if turned else x
         weight, g = np.ones(columns, np.float32), numbers(40, columns, seed=1)
-        out, statistics = normalize(x, weight, None, 1e-5, centred=True)
-        of_x, of_weight, _ = normalize_backward(g, x, weight, statistics, centred=True)
+        out, statistics = normalize(x, weight, None, 1e-5, centered=True)
+        of_x, of_weight, _ = normalize_backward(g, x, weight, statistics, centered=True)
         wide = x.astype(np.float64)
-        centred = wide - wide.mean(1, keepdims=True)
-        scale = 1 / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5)
-        normal = centred * scale
+        centered = wide - wide.mean(1, keepdims=True)
+        scale = 1 / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5)
+        normal = centered * scale
         assert distance(out, normal) < 1e-6
         assert distance(of_weight, (g * normal).sum(0)) < 2e-6
         expected = scale * (g - g.mean(1, keepdims=True) - normal * (g * normal).mean(1, keepdims=True))
@@ -628,11 +628,11 @@ class TestNorms:
     @pytest.mark.parametrize("scale", [1e18, 1e19, 3e30])
     def test_layer_norm_is_finite_when_squares_overflow(self, scale):
         x, weight = numbers(5, 768, scale=scale), np.ones(768, np.float32)
-        out, statistics = normalize(x, weight, None, 1e-5, centred=True)
+        out, statistics = normalize(x, weight, None, 1e-5, centered=True)
         wide = x.astype(np.float64)
         expected = (wide - wide.mean(1, keepdims=True)) / wide.std(1, keepdims=True)
         assert distance(out, expected) < 1e-6
-        of_x, *_ = normalize_backward(numbers(5, 768, seed=1), x, weight, statistics, centred=True)
+        of_x, *_ = normalize_backward(numbers(5, 768, seed=1), x, weight, statistics, centered=True)
         assert np.isfinite(of_x).all()
 
 
