@@ -82,7 +82,8 @@ def init_process_group(
         settings = configure_runtime(device, transport.local_rank, transport.local_world_size, cores_by_rank)
         if device == "CPU":
             choose_kernels(kernels, settings.num_threads)
-            use_kernels_in_layers()
+    if device == "CPU":
+        use_kernels_in_layers()
     choose_precision(precision)
     group = ProcessGroup(transport, kind, checks=checks)
     set_process_group(group)

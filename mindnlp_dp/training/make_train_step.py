@@ -93,9 +93,9 @@ def make_train_step(
         seed: seed of the randomness in ``forward_fn``, such as dropout. The random numbers differ between updates, and
             a resumed run draws the same ones.
         dropout: "global": each sample has its own dropout mask, a function of the seed, the update and its position in
-            the global batch, so that any number of ranks and micro-steps trains the same model. It needs our CPU
-            kernels and the batches of :func:`~mindnlp_dp.make_loader`, which know the positions. "per-rank", and where
-            something is missing: each rank and micro-step draws its own masks.
+            the global batch, so that any number of ranks and micro-steps trains the same model. It needs a CPU and
+            the batches of :func:`~mindnlp_dp.make_loader`, which know the positions. "per-rank", and where something
+            is missing: each rank and micro-step draws its own masks.
         router_loss: the load-balancing loss of a mixture of experts looks at the tokens of all ranks ("global"), as
             one process would, or of this rank ("local").
         leave_out_bad_losses: leave out a loss that is NaN or infinite, with a warning; otherwise it is an error on all
