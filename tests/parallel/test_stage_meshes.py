@@ -14,7 +14,7 @@ from sharded_models import (
     UNEVEN,
     Sentences,
     assert_close,
-    assert_taken_up,
+    assert_resumes_like_uninterrupted,
     needs_mpi,
     one_mesh_at_a_time,
     trained_by_trainer,
@@ -231,7 +231,7 @@ def test_a_trainer_run_is_resumed_on_another_mesh(group, shared_tmp_path):
     meshes = [MIXED, "pp=2,tp=2", UNEVEN, "dp=2,tp=2", MIXED]
     for number, (first, second) in enumerate(zip(meshes, meshes[1:])):
         settings = {"sharded_checkpoints": number % 2 == 0, "async_save": number % 3 > 0}
-        assert_taken_up(group, first, second, shared_tmp_path / str(number), whole, **settings)
+        assert_resumes_like_uninterrupted(group, first, second, shared_tmp_path / str(number), whole, **settings)
 
 
 def test_a_loss_weight_function_that_fails_on_one_rank_is_an_error_on_all_ranks(group):
