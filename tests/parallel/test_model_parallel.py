@@ -280,11 +280,8 @@ def test_a_pipeline_trains_correctly_after_a_failed_update(mesh, fails_on, num_r
         return model, dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=4), calls
 
     model, step, calls = make()
-    # A rank whose forward pass would fail too may first see that another rank has failed.
-    errors = (KeyError, ValueError) if fails[fails_on] else ValueError
-    with pytest.raises(errors, match="mistake|could not send its message|has failed; its own error") as error:
+    with pytest.raises((KeyError, ValueError), match="mistake|could not send its message|has failed; its own error"):
         step(micro_batches[::-1])
-    assert KeyError in group.all_gather_object(error.type)
     # No model receives what the failed update has left: neither a new one nor this one.
     trained = []
     for found, again, number in (make(), (model, step, calls), make()):
