@@ -131,27 +131,48 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(nav) == sorted(page.relative_to(DOCS).as_posix() for page in english)
 
 
-# --- benchmarks.md ---
+def first_paragraph(page):
+    return read(page).split("\n\n")[1].replace("\n", " ")
 
 
-def test_measured_numbers_are_only_on_the_benchmarks_page():
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_each_page_begins_with_the_question_that_it_answers(page):
+    """The landing page and the tutorials begin with what the package, or the reader, does."""
+    if page.name not in ("index.md", "index.zh.md"):
+        assert re.search(r"[?？]", first_paragraph(page)), first_paragraph(page)
+
+
+@pytest.mark.parametrize("page", ["launching.md", *sorted(page.name for page in DOCS.glob("benchmarks*.md"))])
+def test_pages_that_were_split_stay_below_250_lines(page):
+    assert len(read(DOCS / page).splitlines()) <= 250
+
+
+# --- benchmarks.md and its parts ---
+
+BENCHMARKS = sorted(DOCS.glob("benchmarks*.md"))
+
+
+def test_measured_numbers_are_only_on_the_benchmarks_pages():
     """Keep a changed number to one edit. Numbers of two digits are skipped: they may be versions, for example."""
 
     def decimals(text):
         return {number for number in re.findall(r"(?<![\w.,-])\d[\d,]*\.\d+(?![\w.])", text) if len(number) > 3}
 
-    measured = decimals(read(DOCS / "benchmarks.md"))
+    measured = decimals("\n".join(map(read, BENCHMARKS)))
     assert len(measured) > 80
     others = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    others += [page for page in DOCS.glob("*.md") if page.name != "benchmarks.md"]
+    others += [page for page in DOCS.glob("*.md") if page not in BENCHMARKS]
     # The numbers that a plan or an estimate prints are computed, not measured.
     computed = re.compile(r"^```(\nmodel |console\n\$ mindnlp-dp estimate ).*?^```$", re.M | re.S)
     texts = {page.name: computed.sub("", read(page)) for page in others}
     assert {name: both for name, text in texts.items() if (both := decimals(text) & measured)} == {}
 
 
-def test_every_section_of_measurements_names_its_command():
-    for section in re.split(r"^## ", read(DOCS / "benchmarks.md"), flags=re.MULTILINE)[1:]:
+@pytest.mark.parametrize("page", BENCHMARKS, ids=lambda page: page.name)
+def test_every_section_of_measurements_names_its_command(page):
+    sections = re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]
+    assert sections
+    for section in sections:
         assert re.search(r"(?:benchmarks|scripts|tests)/\w+|bench_\w+\.(?:py|sh)", section), section.splitlines()[0]
 
 
