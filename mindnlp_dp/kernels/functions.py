@@ -14,11 +14,12 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
+from mindnlp_dp.dropout.dropout_masks import dropout_mask, next_key
 from mindnlp_dp.kernels import activations
 from mindnlp_dp.kernels import cross_entropy as cross_entropy_of_arrays
-from mindnlp_dp.kernels.dropout import dropout_mask, masked, next_key
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.linear_cross_entropy import losses_and_gradients
+from mindnlp_dp.kernels.masked import masked
 from mindnlp_dp.kernels.matmul import add_product, column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
 from mindnlp_dp.kernels.memory_pool import array_of, empty_like, tensor_of
@@ -104,7 +105,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """Zero elements of ``x`` with probability ``p`` and scale the others by ``1 / (1 - p)``.
 
     In a training step the mask of a sample depends on its position in the global batch, otherwise on the state of
-    MindSpore's generator (:func:`~mindnlp_dp.kernels.dropout.dropout_mask`).
+    MindSpore's generator (:func:`~mindnlp_dp.dropout.dropout_masks.dropout_mask`).
     """
     return _Dropout.apply(x, p)
 

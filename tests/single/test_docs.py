@@ -18,8 +18,8 @@ import yaml
 import mindnlp_dp as dp
 from mindnlp_dp import optim
 from mindnlp_dp.finetuning.settings import ParallelConfig, RunConfig
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
-from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
+from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig, TaskConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, DOCS = ROOT / "mindnlp_dp", ROOT / "docs"
@@ -120,7 +120,7 @@ def test_the_table_of_arguments_matches_the_dataclass():
     kind = dp.DataParallelArguments.__base__
     inherited = {field.name for field in dataclasses.fields(kind.__base__)}
     expected = [(f.name, f.default, f.metadata["help"]) for f in dataclasses.fields(kind) if f.name not in inherited]
-    rows = hooks().settings(PACKAGE / "training" / "trainer" / "arguments.py", kind.__name__)
+    rows = hooks().settings(PACKAGE / "training" / "trainer" / "base_arguments.py", kind.__name__)
     assert len(rows) > 5
     assert [(name, default, meaning) for name, _, default, meaning in rows] == expected
 
