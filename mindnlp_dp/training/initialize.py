@@ -61,6 +61,7 @@ def init_process_group(
         RuntimeError: the backend's library sees other processes than were started.
 
     Examples:
+        >>> import numpy as np
         >>> import mindnlp_dp as dp
         >>> group = dp.init_process_group()
         >>> group.rank, group.world_size
