@@ -294,20 +294,33 @@ def seeded_by_rank(group):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("broadcast_weights", [True, False])
-def test_train_step_broadcasts_weights_frozen_weights_and_buffers_of_rank_0(group, broadcast_weights):
+def test_train_step_broadcasts_weights_frozen_weights_and_buffers_of_rank_0(group):
     net, loss_fn = seeded_by_rank(group), cells.CrossEntropyLoss()
     optimizer = cells.SGD(net.trainable_params(), 0.1)
-    step = dp.make_train_step(
-        lambda x, y: loss_fn(net(x), y), optimizer, net.trainable_params(), broadcast_weights=broadcast_weights
-    )
-    assert replicas_in_sync(net) == (broadcast_weights or group.world_size == 1)
+    assert replicas_in_sync(net) == (group.world_size == 1)
+    step = dp.make_train_step(lambda x, y: loss_fn(net(x), y), optimizer, net.trainable_params())
+    dp.assert_replicas_in_sync(net)
     net.set_train()
-    if broadcast_weights:
-        for batch in dense_batches():
-            step(part(batch, group))
-        dp.broadcast_buffers(net)
-        dp.assert_replicas_in_sync(net)
+    for batch in dense_batches():
+        step(part(batch, group))
+    dp.broadcast_buffers(net)
+    dp.assert_replicas_in_sync(net)
+
+
+def test_train_step_warns_on_rank_0_of_several_which_model_it_found_without_model(group):
+    model = tiny_roberta(0)
+    parameters = list(model.parameters())
+
+    def warned(**options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dp.make_train_step(lambda ids: model(ids).loss, optim.SGD(parameters, lr=0.1), parameters, **options)
+        return [each for each in caught if "model= is missing, and Roberta" in str(each.message)]
+
+    found = warned()
+    assert len(found) == (group.is_main and group.world_size > 1)
+    assert all(each.filename == __file__ for each in found)
+    assert warned(model=model) == []
 
 
 def test_train_step_broadcasts_frozen_weights_of_a_mindnlp_model(group):
