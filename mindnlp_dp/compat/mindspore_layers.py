@@ -13,7 +13,7 @@ from mindnlp_dp.runtime.override import override
 
 
 # Versions: MindSpore 2.7+ on CPU. Cause: its kernels of these operators take 2 to 35 times as long as ours on one core
-# (docs/benchmarks.md, "The kernels by themselves").
+# (docs/benchmarks_kernels.md, "The kernels by themselves").
 # Remove when: they are as fast.
 @functools.cache
 def use_kernels_in_layers() -> None:

@@ -24,7 +24,7 @@ _PYTORCH, _TRANSFORMERS = {
 
 
 # Versions: MindNLP 0.4.1 and 0.5.1 on MindSpore 2.7+ on CPU. Cause: MindSpore's kernels of these operators take 2 to 35
-# times as long as ours on one core (docs/benchmarks.md, "The kernels by themselves").
+# times as long as ours on one core (docs/benchmarks_kernels.md, "The kernels by themselves").
 # Remove when: they are as fast.
 @around(f"{_PYTORCH}.nn.functional")
 def _layers(module: types.ModuleType) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from mindnlp_dp.checkpoint.collective_save import workspace_in
 from mindnlp_dp.checkpoint.directory import has_checkpoints
 from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.finetuning.progress import print_lines
-from mindnlp_dp.finetuning.results import write_results
+from mindnlp_dp.finetuning.results import INITIAL_MODEL_FOLDER, write_results
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error, parse_layers
 from mindnlp_dp.report.runs import RunReport
+from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from mindnlp_dp.runtime.versions import mindnlp_series
 
@@ -54,6 +56,9 @@ def train(trainer: Any, config: ParallelConfig) -> Any:
     """Run the Trainer's ``train``, from the newest checkpoint if the settings say so and there is one."""
     folder = Path(config.output_dir)
     print_lines(trainer)
+    if config.save_initial_model:
+        with _model_writer(trainer, config) as write_model:
+            trainer.world.run_on_rank0(lambda: _write_initial_model(folder, write_model), "writing the initial model")
     resume = config.resume and trainer.world.run_on_rank0(lambda: has_checkpoints(folder), "looking for checkpoints")
     with as_input_error(CheckpointError):
         output = trainer.train(resume_from_checkpoint=resume)
@@ -68,8 +73,7 @@ def write(
 ) -> None:
     """Write the model with its tokenizer, the plot and the report, on rank 0. A collective."""
     output_dir = Path(config.output_dir)
-    with workspace_in(output_dir, trainer.world, trainer.distributed_model.is_sharded) as workspace:
-        write_model = trainer.distributed_model.model_writer(workspace, lambda folder: trainer.save_model(str(folder)))
+    with _model_writer(trainer, config) as write_model:
 
         def save_model(folder: str) -> None:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -77,3 +81,17 @@ def write(
             save_tokenizer(folder)
 
         trainer.world.run_on_rank0(lambda: write_results(output_dir, report, save_model, title), "writing the results")
+
+
+def _write_initial_model(output_dir: Path, write_model: Callable[[Path], None]) -> None:
+    with atomic_write(output_dir / INITIAL_MODEL_FOLDER) as folder:
+        folder.mkdir()
+        write_model(folder)
+
+
+@contextmanager
+def _model_writer(trainer: Any, config: ParallelConfig) -> Iterator[Callable[[Path], None]]:
+    """Yield the function that writes the current model into a folder, on rank 0. A collective."""
+    output_dir = Path(config.output_dir)
+    with workspace_in(output_dir, trainer.world, trainer.distributed_model.is_sharded) as workspace:
+        yield trainer.distributed_model.model_writer(workspace, lambda folder: trainer.save_model(str(folder)))

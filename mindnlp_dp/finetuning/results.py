@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     # A recipe reports wrong settings before MindSpore is imported.
     from mindnlp_dp.finetuning.recorder import TimeRecorder
 
-PLOT_FILE, MODEL_FOLDER = "training.png", "model"
+PLOT_FILE, MODEL_FOLDER, INITIAL_MODEL_FOLDER = "training.png", "model", "initial_model"
 
 
 def make_report(

@@ -134,6 +134,7 @@ class ParallelConfig(RunConfig):
     sharded_checkpoints: bool = setting(
         False, "every rank writes its part of the optimizer state; needs a shared folder"
     )
+    save_initial_model: bool = setting(False, "write the model before training, too, to initial_model in output_dir")
     resume: bool = setting(False, "resume from the newest checkpoint in output_dir, if it has one")
     bucket_cap_mb: float = setting(0.0, "maximum size of a gradient bucket, in MiB; 0: 2 on CPUs, 25 on devices")
     overlap: str = setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")

@@ -30,7 +30,8 @@ class Placement:
 
     Attributes:
         name: name in the full model.
-        shape, dtype: shape and type of the full array.
+        shape: shape of the full array.
+        dtype: type of the full array.
         shard: how it is sharded over ``axis``; None if every rank of the axis has the full array.
         axis: the axis of the mesh that it is sharded over: "tp" or "fsdp".
         stages: pipeline stages that hold it; two for a tied weight at both ends.

@@ -169,6 +169,47 @@ def draw_png(path: Path, runs: Sequence[RecordedRun], title: str) -> None:
         figure.savefig(path, format="png", dpi=130)
 
 
+def ranks(number: int) -> str:
+    """Return the number of ranks as it is shown.
+
+    >>> ranks(1), ranks(2)
+    ('1 process', '2 ranks')
+    """
+    return "1 process" if number == 1 else f"{number} ranks"
+
+
+def draw_comparison(path: Path, comparison: dict[str, Any], file_format: str) -> None:
+    """Draw the losses of runs on different numbers of ranks over each other, and the time per update beside them."""
+    runs = comparison["runs"]
+    names = [ranks(run["world_size"]) for run in runs]
+    with _figure(figsize=(9, 3.4)) as figure:
+        curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+        for place, (name, run) in enumerate(zip(names, runs)):
+            # The curves lie on each other: each next one is thinner, and the last one is points.
+            is_last = place == len(runs) - 1
+            style = {"marker": "o", "markersize": 3.5, "linestyle": ""} if is_last else {"linewidth": 7 - 5 * place}
+            curves.plot(run["steps"], run["losses"], color=_COLORS[place], alpha=0.45 if place == 0 else 1, label=name,
+                        **style)  # fmt: skip
+            seconds = run["seconds_per_update"]
+            bars.barh(place, 1000 * seconds, color=_COLORS[place], alpha=0.45 if place == 0 else 1, height=0.6)
+            bars.annotate(f" {1000 * seconds:.0f}", (1000 * seconds, place), va="center")
+        curves.set(ylim=(0, None), xlim=(0, None), xlabel="update", ylabel="training loss")
+        curves.set_title("the same losses")
+        curves.legend(frameon=False, loc="lower left")
+        largest = max(abs(a - b) for run in runs for a, b in zip(run["losses"], runs[0]["losses"]))
+        of_weights = max(run["largest_weight_difference"] for run in runs)
+        text = f"largest difference of a loss: {largest:.4f}\nof a weight, after training: {of_weights:.4f}"
+        curves.text(0.98, 0.97, text, transform=curves.transAxes, ha="right", va="top")
+        bars.set_yticks(range(len(runs)), names)
+        bars.invert_yaxis()
+        bars.set_xlim(0, 1.18e3 * max(run["seconds_per_update"] for run in runs))
+        bars.grid(axis="y", visible=False)
+        bars.set(xlabel=f"milliseconds ({comparison['machine'].partition(', Python')[0]})")
+        bars.set_title("time per update")
+        options = {"metadata": {"Date": None, "Creator": None}} if file_format == "svg" else {"dpi": 130}
+        figure.savefig(path, format=file_format, **options)
+
+
 @contextmanager
 def _figure(**options: Any) -> Iterator[Any]:
     import matplotlib

@@ -109,8 +109,8 @@ OPTIMIZERS = {
 }
 
 
-def train_cell(group, make_optimizer=OPTIMIZERS["momentum"], batches=None, reducer=False, **options):
-    net = network()
+def train_cell(group, make_optimizer=OPTIMIZERS["momentum"], batches=None, reducer=False, net=None, **options):
+    net = net or network()
     dp.broadcast_parameters(net)
     loss_fn = cells.CrossEntropyLoss()
     optimizer = make_optimizer(net.trainable_params())
@@ -231,11 +231,19 @@ def test_nan_loss_of_one_rank_gives_a_warning_or_raises_on_all_ranks(group):
     poisoned[0][0] = np.nan  # rank 0's first row
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train_cell(group, batches=[batches[0], tuple(poisoned), *batches[2:]])
+        left_out = train_cell(group, batches=[batches[0], tuple(poisoned), *batches[2:]])
     (said,) = [str(w.message) for w in caught if "left out" in str(w.message)]
     assert said.startswith("the loss of a micro-batch is nan at step 1 on rank 0")
+    is_of_rank_0 = np.arange(GLOBAL_BATCH) % group.world_size == 0
+    others = [tuple(x[~is_of_rank_0] for x in batches[1])] if group.world_size > 1 else []
+    net = network()
     with pytest.raises(FloatingPointError, match="nan at step 1 on rank 0"):
-        train_cell(group, batches=[batches[0], tuple(poisoned)], leave_out_bad_losses=False)
+        train_cell(group, batches=[batches[0], tuple(poisoned)], leave_out_bad_losses=False, net=net)
+    with alone() as single:
+        # The rows of the other ranks count, and an update without any rows changes no weights.
+        assert_close(left_out, train_cell(single, batches=[batches[0], *others, *batches[2:]]))
+        before_the_error = train_cell(single, batches=batches[:1])
+    assert_close([p.asnumpy() for p in net.trainable_params()], before_the_error)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ def test_only_rank_0_refuses_more_ranks_than_samples(folder):
         ("--max-stps 3", 2, "unrecognized arguments: --max-stps 3"),
         ("--max-steps three", 2, "invalid int value: 'three'"),
         ("--nproc two", 2, "--nproc must be a number of processes, got 'two'"),
+        ("--compare --nproc 2", 2, "--compare runs 1, 2 and 4 processes, got --nproc 2; leave one of them out"),
+        ("--compare --max-stps 3", 2, "unrecognized arguments: --max-stps 3"),
         ("--backend nccl", 2, "--backend must be mpi or mindspore, got 'nccl'"),
         ("--config none.yaml", 2, "none.yaml: the file does not exist"),
     ],

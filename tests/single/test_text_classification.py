@@ -153,6 +153,8 @@ def test_forms_of_files_that_are_read(tmp_path):
     Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
     files = {
         "semicolons.csv": "text;label\r\none, two;x\r\nthree;y\r\n",
+        "excel.csv": "sep=;\r\ntext;label\r\none, two;x\r\nthree;y\r\n",
+        "excel.tsv": '\ufeff"sep=\t"\r\ntext\tlabel\r\none, two\tx\r\nthree\ty\r\n',
         "utf16.tsv": "text\tlabel\none, two\tx\nthree\ty\n".encode("utf-16"),
         "utf16.json": json.dumps(rows).encode("utf-16"),
         "unnamed.csv": ',text,label,\n0,"one, two",x,\n1,three,y,\n',
