@@ -849,7 +849,7 @@ def test_invalid_device_meshes_are_refused(group):
     n = group.world_size
     with pytest.raises(ValueError, match=rf"dp={n + 1} does not match the {n} ranks of this job"):
         dp.init_device_mesh({"dp": n + 1})
-    with pytest.raises(ValueError, match="a mesh has axes dp, pp, ep, sp, tp, got 'cp'"):
+    with pytest.raises(ValueError, match="a mesh has axes dp, pp, ep, fsdp, sp, tp, got 'cp'"):
         dp.init_device_mesh({"cp": n})
     with pytest.raises(ValueError, match="must be a whole number of at least 1"):
         dp.init_device_mesh({"dp": 0})
