@@ -195,7 +195,7 @@ def test_finetune_follows_a_plan_with_stages_of_different_sizes(launch, tmp_path
         ("tp=3", "tp=3 does not match the 2 ranks of this job"),
         ("tp2", "a mesh is written as dp=2,tp=2, or by stage as pp=2,dp=2|1,tp=1|2; got 'tp2'"),
         ("dp=1|1", "dp=1|1 has 2 stages, and pp=1"),
-        ("cp=2", "a mesh has axes dp, pp, ep, sp, tp, got 'cp'"),
+        ("cp=2", "a mesh has axes dp, pp, ep, fsdp, sp, tp, got 'cp'"),
         ("ep=2", "does not say how to shard experts"),
     ],
 )
