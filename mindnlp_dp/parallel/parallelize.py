@@ -122,7 +122,7 @@ def parallelize(
         return _planned(model, plan, placements, stage_input, row_weights, layers_per_stage=layers_per_stage)
 
     # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
-    edits = mesh.world.run_on(True, planned, "cutting the model")
+    edits = mesh.world.run_on(True, planned, "sharding the model")
     assert edits is not None, "every rank plans"
     if mesh.sizes["pp"] > 1:
         _check_stages_train(edits.placements_after())
@@ -136,7 +136,7 @@ def parallelize(
     files = _open(weights, placements, mesh.world)
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
     originals = {placements[name].name: weight for name, weight in all_names(model).items()}
-    mesh.world.run_on(True, edits.apply, "cutting the model")
+    mesh.world.run_on(True, edits.apply, "sharding the model")
     parallel = ShardedModel(model, placements, row_weights if row_weights.group.world_size > 1 else None, gathering)
     if mesh.sizes["pp"] > 1:
         parallel.pipeline = Pipeline(model, mesh, stage_input, schedule)
