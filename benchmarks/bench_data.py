@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def texts() -> Iterator[str]:
 def write_files(folder: Path, num_tokens: int) -> None:
     """Write the tokenizer, and training and held-out texts, of which the former have about so many tokens."""
     from mindnlp_dp.finetuning.tokenizers import as_pretrained
-    from mindnlp_dp.language_modeling.tokenization import train_tokenizer
+    from mindnlp_dp.language_modeling.tokenize_conversations import train_tokenizer
 
     all_texts = texts()
     sample = [next(all_texts) for _ in range(SAMPLE)]
@@ -107,15 +108,20 @@ def timed(module: Any, name: str, seconds: dict[str, float], key: str) -> None:
 def of_job(args: argparse.Namespace) -> dict[str, float]:
     """Prepare the data on each rank as the recipe does; return seconds and bytes."""
     import mindnlp_dp as dp
-    from mindnlp_dp.language_modeling import finetune, task
-    from mindnlp_dp.language_modeling.config import LanguageModelingConfig
     from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
+    # With --before, this runs with earlier code, whose files have shorter names.
+    try:
+        names = ("finetune_language_model", "language_modeling_task", "language_modeling_config")
+        finetune, task, settings = (import_module(f"mindnlp_dp.language_modeling.{name}") for name in names)
+    except ModuleNotFoundError:
+        names = ("finetune", "task", "config")
+        finetune, task, settings = (import_module(f"mindnlp_dp.language_modeling.{name}") for name in names)
     group = dp.init_process_group()
     seconds = {"tokenize": 0.0, "pack": 0.0}
     timed(task, "encode_all" if hasattr(task, "encode_all") else "encode", seconds, "tokenize")
     timed(task, "pack", seconds, "pack")
-    config = LanguageModelingConfig(
+    config = settings.LanguageModelingConfig(
         model=str(args.folder), packing=True, max_length=MAX_LENGTH, num_samples=0,
         train_file=str(args.folder / "train.jsonl"), test_file=str(args.folder / "test.jsonl"),
     )  # fmt: skip

@@ -22,7 +22,7 @@ def build(family: str, config: Any, vocab_size: int, num_labels: int) -> Any:
     """Return a classifier of a family, of the same size as the quickstart's RoBERTa."""
     import mindnlp.transformers as library
 
-    from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD
+    from mindnlp_dp.text_classification.tokenize_texts import BOS, EOS, PAD
 
     shared = {
         "vocab_size": vocab_size, "num_labels": num_labels, "bos_token_id": BOS, "pad_token_id": PAD,
@@ -61,8 +61,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     from tokenizers import Tokenizer
 
     from mindnlp_dp.finetuning.settings import read_config_file
-    from mindnlp_dp.text_classification.config import FinetuneConfig
-    from mindnlp_dp.text_classification.task import as_dataset, prepare_task
+    from mindnlp_dp.text_classification.classification_config import FinetuneConfig
+    from mindnlp_dp.text_classification.classification_task import as_dataset, prepare_task
     from mindnlp_dp.training.evaluate import accuracy
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 

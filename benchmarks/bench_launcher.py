@@ -100,7 +100,7 @@ from mindnlp_dp.runtime import heartbeat
 model = RobertaForSequenceClassification(RobertaConfig(
     vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128))
 parameters = list(model.parameters())
-step = dp.make_train_step(lambda **batch: model(**batch)[0], optim.AdamW(parameters, lr=1e-4), parameters)
+step = dp.make_train_step(lambda **batch: model(**batch)[0], optim.AdamW(parameters, lr=1e-4), parameters, model=model)
 batch = {"input_ids": np.ones((16, 24), np.int64), "labels": np.zeros(16, np.int64)}
 times, reports, report = [], [], heartbeat.writer.step
 heartbeat.writer.step = lambda: (reports.append(1), report())

@@ -48,7 +48,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Union
 
 import numpy as np
 from common import (
@@ -124,7 +124,9 @@ def make_roberta(num_layers: int, width: int) -> Any:
     return RobertaForSequenceClassification(config)
 
 
-def training(make_model: Callable[[], Any], zero_stage: Any, **options: Any) -> tuple[Any, Callable[..., Any]]:
+def training(
+    make_model: Callable[[], Any], zero_stage: Any, *, recompute: Union[bool, int] = False
+) -> tuple[Any, Callable[..., Any]]:
     """Return a step of make_train_step, and a function that does one update on sequences of this rank, by default one.
 
     Its arguments are the number of sequences and their length.
@@ -134,7 +136,7 @@ def training(make_model: Callable[[], Any], zero_stage: Any, **options: Any) -> 
     import mindnlp_dp as dp
 
     model = make_model()
-    dp.broadcast_parameters(model)
+    dp.enable_recompute(model, recompute)
     model.set_train(True)
     parameters = list(model.parameters())
 
@@ -142,8 +144,8 @@ def training(make_model: Callable[[], Any], zero_stage: Any, **options: Any) -> 
         return model(input_ids, labels=labels).loss
 
     step = dp.make_train_step(
-        loss, optim.AdamW(parameters, lr=LEARNING_RATE), parameters, max_grad_norm=MAX_NORM, zero_stage=zero_stage,
-        **options,
+        loss, optim.AdamW(parameters, lr=LEARNING_RATE), parameters, model=model, max_grad_norm=MAX_NORM,
+        zero_stage=zero_stage,
     )  # fmt: skip
 
     def update(rows: int = 1, length: int = LENGTH) -> Any:

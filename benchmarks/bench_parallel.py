@@ -120,7 +120,7 @@ def make_step(dp: Any, model: Any, num_micro_steps: int) -> Any:
     parameters = list(model.parameters())
     model.set_train(True)
     return dp.make_train_step(
-        lambda **inputs: model(**inputs)[0], optim.AdamW(parameters, lr=1e-4), parameters,
+        lambda **inputs: model(**inputs)[0], optim.AdamW(parameters, lr=1e-4), parameters, model=model,
         accumulation_steps=num_micro_steps, max_grad_norm=1.0, zero_stage=0, overlap=False,
     )  # fmt: skip
 

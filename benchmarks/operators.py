@@ -117,10 +117,10 @@ def by_kernels(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[str
         matmul.matmul(rows_of_q.swapaxes(-1, -2), of_scores, columns_of_k)
 
     def norm() -> tuple[np.ndarray, normalization.Statistics]:
-        return normalization.normalize(x, weight, bias, 1e-5, centred=True)
+        return normalization.normalize(x, weight, bias, 1e-5, centered=True)
 
     def norm_and_gradients() -> None:
-        normalization.normalize_backward(of_norm, x, weight, norm()[1], centred=True)
+        normalization.normalize_backward(of_norm, x, weight, norm()[1], centered=True)
 
     def softmax_and_gradient() -> None:
         softmax.softmax_backward(of_s, softmax.softmax_of_rows(s))
@@ -174,7 +174,7 @@ def by_primitive(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[s
     x, weight, bias = inputs["layer norm"]
     y, of_y, of_x = (np.ones_like(x) for _ in range(3))
     mean, variance = np.ones((2, TOKENS), np.float32)
-    norm = onednn.normalization(TOKENS, INNER, 1e-5, scale=True, shift=True, centred=True)
+    norm = onednn.normalization(TOKENS, INNER, 1e-5, scale=True, shift=True, centered=True)
     of_norm = onednn.normalization_backward(TOKENS, INNER, 1e-5, scale=True)
     of_weight, of_bias = np.ones_like(weight), np.ones_like(bias)
     (s,) = inputs["softmax"]

@@ -21,7 +21,7 @@ from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
 from mindnlp_dp.language_modeling.conversations import Conversation, Message
 from mindnlp_dp.language_modeling.rows import Collator, TokenRows
 from mindnlp_dp.language_modeling.templates import plain
-from mindnlp_dp.language_modeling.tokenization import encode
+from mindnlp_dp.language_modeling.tokenize_conversations import encode
 
 import mindspore  # isort: skip
 from mindnlp.peft import LoraConfig, get_peft_model  # isort: skip

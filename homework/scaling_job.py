@@ -61,6 +61,7 @@ def _samples_per_second(group: Any, rows: int, num_updates: int) -> float:
         lambda ids, labels: model(ids, labels=labels).loss,
         optim.AdamW(parameters, lr=1e-4),
         parameters,
+        model=model,
         max_grad_norm=1.0,
     )
     times = []

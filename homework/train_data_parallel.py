@@ -18,10 +18,10 @@ from mindspore.dataset import NumpySlicesDataset
 import mindnlp_dp as dp  # data parallel
 from mindnlp_dp.data.sampler import batch_size_per_rank  # data parallel
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
-from mindnlp_dp.text_classification.config import TaskConfig
-from mindnlp_dp.text_classification.recorder import RunRecorder
-from mindnlp_dp.text_classification.results import make_report, summary, write_results
-from mindnlp_dp.text_classification.task import build_model, prepare_task, save_tokenizer
+from mindnlp_dp.text_classification.classification_config import TaskConfig
+from mindnlp_dp.text_classification.classification_recorder import RunRecorder
+from mindnlp_dp.text_classification.classification_results import make_report, summary, write_results
+from mindnlp_dp.text_classification.classification_task import build_model, prepare_task, save_tokenizer
 
 from mindnlp.engine import Trainer, TrainingArguments  # isort: skip
 from mindnlp.engine.utils import set_seed  # isort: skip

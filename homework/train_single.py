@@ -15,10 +15,10 @@ from mindspore.dataset import NumpySlicesDataset
 
 # Import it before mindnlp: it makes MindNLP run on this MindSpore.
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
-from mindnlp_dp.text_classification.config import TaskConfig
-from mindnlp_dp.text_classification.recorder import RunRecorder
-from mindnlp_dp.text_classification.results import make_report, summary, write_results
-from mindnlp_dp.text_classification.task import build_model, prepare_task, save_tokenizer
+from mindnlp_dp.text_classification.classification_config import TaskConfig
+from mindnlp_dp.text_classification.classification_recorder import RunRecorder
+from mindnlp_dp.text_classification.classification_results import make_report, summary, write_results
+from mindnlp_dp.text_classification.classification_task import build_model, prepare_task, save_tokenizer
 
 from mindnlp.engine import Trainer, TrainingArguments  # isort: skip
 from mindnlp.engine.utils import set_seed  # isort: skip

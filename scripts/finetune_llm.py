@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fine-tune a language model on any number of processes: mindnlp_dp/language_modeling/finetune.py.
+"""Fine-tune a language model on any number of processes: mindnlp_dp/language_modeling/finetune_language_model.py.
 
 Examples:
     mindnlp-dp run --nproc 2 scripts/finetune_llm.py
@@ -7,7 +7,7 @@ Examples:
         --test-file test.jsonl --template chatml
 """
 
-from mindnlp_dp.language_modeling.finetune import main
+from mindnlp_dp.language_modeling.finetune_language_model import main
 
 if __name__ == "__main__":
     main()

@@ -65,7 +65,7 @@ python=$VENV/bin/python
 PYTHONPATH=$ROOT "$python" -c '
 import sys
 from mindnlp_dp.finetuning.settings import flag_parser
-from mindnlp_dp.text_classification.config import FinetuneConfig
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig
 parser = flag_parser(FinetuneConfig, "Install everything and fine-tune a RoBERTa; --compare, --nproc, --backend and --engine are its own.")
 parser.prog = "quickstart.sh"
 parser.parse_args(sys.argv[1:])

@@ -21,8 +21,8 @@ import numpy as np
 
 from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError
-from mindnlp_dp.text_classification.config import TaskConfig
-from mindnlp_dp.text_classification.task import prepare_task
+from mindnlp_dp.text_classification.classification_config import TaskConfig
+from mindnlp_dp.text_classification.classification_task import prepare_task
 
 SCALE = 20.0
 

@@ -217,7 +217,7 @@ else
   # The tests that depend on the transport: collectives of every type and their order of summation; gradient exchange
   # after and during the backward pass, full and compressed; replicas and buffers that are broadcast; sharded updates
   # and models; and a training that must equal that of one process.
-  over_transport=(@collectives.py @types.py @gradient_sync.py @overlap.py @overlap_gone_wrong.py @powersgd.py
+  over_transport=(@collectives.py @types.py @gradient_sync.py @overlap.py @overlap_failures.py @powersgd.py
     @replicas.py @buffers.py @equivalence.py @trainer.py @evaluation.py @parallel_operators.py @functional.py
     @device_calls.py @device_update.py @resharding.py @timeline.py @language_models.py "$updates" "$sharded[gpt2-tp=2]"
     @model_parallel.py::test_invalid_device_meshes_are_refused
@@ -225,7 +225,7 @@ else
   # With four ranks: what depends on their number, such as sums, shards, and groups of some of the ranks; two hosts with
   # two ranks each.
   at_four=(@collectives.py @types.py @shared_memory.py @between_hosts.py @algorithms.py @gradient_sync.py @powersgd.py
-    @overlap_gone_wrong.py @device_update.py @loader.py @orders.py @evaluation.py @equivalence.py
+    @overlap_failures.py @device_update.py @loader.py @orders.py @evaluation.py @equivalence.py
     @parallel_operators.py @resharding.py "${adamw[@]}" @zero.py::test_zero_on_two_hosts_gives_the_weights_of_one_rank
     @zero.py::test_zero_sends_the_expected_bytes_between_hosts
     @zero.py::test_zero_matches_one_rank_without_shared_memory_on_two_hosts

@@ -129,7 +129,7 @@ def chat(word):
 
 def run(monkeypatch, folder, *flags):
     """Run the recipe on the chats, and return its report."""
-    from mindnlp_dp.language_modeling.finetune import main
+    from mindnlp_dp.language_modeling.finetune_language_model import main
 
     sizes = "--hidden-size 64 --num-layers 2 --num-heads 2 --intermediate-size 128 --max-length 64 --vocab-size 300"
     steps = "--max-steps 100 --global-batch-size 8 --learning-rate 5e-3 --max-new-tokens 16 --num-samples 2"

@@ -203,7 +203,7 @@ def after(done: str, checks: Any) -> str:
 # Functions of the main process.
 
 
-def steer(names: list[str]) -> dict[str, dict[str, Any]]:
+def assign_parallel_plans(names: list[str]) -> dict[str, dict[str, Any]]:
     """Run all checks of these classes in other processes; return the results by class and check."""
     with tempfile.TemporaryDirectory(prefix="models-matrix-") as work:
         alone = [Path(work) / f"alone-{number}.jsonl" for number in range(NUM_WORKERS)]
@@ -357,7 +357,7 @@ def main() -> int:
             families.setdefault(each.family, []).append(each.name)
     if not families:
         parser.error(f"no family among {', '.join(wanted or ())}")
-    found = steer([name for names in families.values() for name in names])
+    found = assign_parallel_plans([name for names in families.values() for name in names])
     lines = table(found, families)
     print("\n".join(lines))
     wrong = problems(found)

@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # job, and pytest's own limit cannot end a rank that hangs inside a communication library.
 QUIET_SECONDS = 400
 POLL_SECONDS = 0.2
+# How long a launcher may take to end its ranks.
+END_SECONDS = 20
 # The maximum number of tests that are listed with their time, and the minimum time of such a test.
 NUM_SLOWEST, SLOW_SECONDS = 25, 0.5
 
@@ -53,28 +55,40 @@ def free_port() -> int:
 
 
 def run(job: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Run the job until it ends or hangs, and return its output. Every finished test makes its rank's log grow."""
+    """Run the job until it ends or hangs, and return its output. Every finished test makes its rank's log grow.
+
+    If this process is interrupted, the job is ended first.
+    """
     log = folder / "job.log"
     with open(log, "wb") as output:
         process = subprocess.Popen(
             job, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     written, since, said = 0, time.monotonic(), ""
-    while process.poll() is None:
-        time.sleep(POLL_SECONDS)
-        size = sum(file.stat().st_size for file in folder.rglob("worker_*.log"))
-        if size != written:
-            written, since = size, time.monotonic()
-        elif time.monotonic() - since > QUIET_SECONDS:
-            end(process, folder)
-            said = f"\nended: no rank finished a test for {QUIET_SECONDS} s"
+    try:
+        while process.poll() is None:
+            time.sleep(POLL_SECONDS)
+            size = sum(file.stat().st_size for file in folder.rglob("worker_*.log"))
+            if size != written:
+                written, since = size, time.monotonic()
+            elif time.monotonic() - since > QUIET_SECONDS:
+                end(process, folder)
+                said = f"\nended: no rank finished a test for {QUIET_SECONDS} s"
+    except BaseException:
+        end(process, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return log.read_text(errors="replace") + said
 
 
 def end(launcher: subprocess.Popen, folder: Path) -> None:
-    """Kill a job. msrun's ranks outlive msrun; they are found by the folder in their command lines."""
-    os.killpg(launcher.pid, signal.SIGKILL)
-    launcher.wait()
+    """End a job. msrun's ranks outlive msrun; they are found by the folder in their command lines."""
+    launcher.terminate()
+    try:
+        launcher.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if str(folder) in " ".join(process.cmdline()):
@@ -116,11 +130,21 @@ def slowest(folder: Path) -> list[str]:
     ]
 
 
+def exit_by_signal(number: int, _: object) -> None:
+    for ignored in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(ignored, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launcher", choices=("mpi", "mindspore", "msrun"), required=True)
     parser.add_argument("--world-size", type=int, required=True)
     args, rest = parser.parse_known_args()
+    if {"--collect-only", "--co"} & set(rest):
+        parser.error("a job runs its tests; to list them, use: pytest --collect-only tests/parallel")
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, exit_by_signal)
 
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}", "GLOG_v": "3"}
     folder = Path(tempfile.mkdtemp(prefix="mindnlp-dp-parallel-"))

@@ -112,7 +112,7 @@ def trained_by_trainer(group, mesh, folder, resume=None, **settings):
     )  # fmt: skip
 
 
-def assert_taken_up(group, first, second, folder, whole, **settings):
+def assert_resumes_like_uninterrupted(group, first, second, folder, whole, **settings):
     """Check that a run that crashes on one mesh and resumes on another ends like ``whole``, an undisturbed run."""
     settings = {"save_strategy": "steps", "save_steps": 1, **settings}
     crashed(group, first, folder, **settings)

@@ -141,7 +141,7 @@ def train(model: Any, kind: str, pieces: Any, *, num_updates: int = 5, group: An
         optimizer = optim.AdamW(parameters, lr=lr, weight_decay=0.1)
     num_micro_steps = len(pieces(batch(kind, 8)))
     step = dp.make_train_step(
-        lambda **inputs: model(**inputs)[0], optimizer, parameters,
+        lambda **inputs: model(**inputs)[0], optimizer, parameters, model=model,
         accumulation_steps=num_micro_steps, max_grad_norm=0.5, group=group, **options,
     )  # fmt: skip
     step.norms = []

@@ -10,14 +10,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.implementations import BertWordPieceTokenizer, ByteLevelBPETokenizer
 
 from mindnlp_dp.finetuning.settings import parse_config
-from mindnlp_dp.language_modeling import task as language_modeling_task
-from mindnlp_dp.language_modeling import tokenization as language_modeling
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
+from mindnlp_dp.language_modeling import language_modeling_task, tokenize_conversations
+from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
-from mindnlp_dp.text_classification import task as text_classification_task
-from mindnlp_dp.text_classification import tokenization as text_classification
-from mindnlp_dp.text_classification.config import FinetuneConfig
-from mindnlp_dp.text_classification.tokenization import SPECIAL_TOKENS
+from mindnlp_dp.text_classification import classification_task, tokenize_texts
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig
+from mindnlp_dp.text_classification.tokenize_texts import SPECIAL_TOKENS
 
 PIECES = (
     "the red house", "When", "it's", "don't", "I'm 42", "3.14", "don 't .", "Hello!", "naïve café", "\uff21\uff22",
@@ -93,13 +91,13 @@ def save_trained(kind, folder):
     """Save the tokenizer that a recipe trains as the recipe does; return it, and the most tokens of its model."""
     if kind == "language model":
         config = parse_config(LanguageModelingConfig, ["--max-length", "40", "--max-new-tokens", "8"])
-        trained = language_modeling.train_tokenizer(texts(), 400)
+        trained = tokenize_conversations.train_tokenizer(texts(), 400)
         language_modeling_task.save_tokenizer(config, SimpleNamespace(tokenizer_json=trained.to_str()), str(folder))
         return trained, 48
     flags = ["--max-length", "24", "--lowercase", str("lower" in kind)]
     config = parse_config(FinetuneConfig, flags)
-    trained = text_classification.train_tokenizer(texts(), 400, 24, lowercase=config.lowercase)
-    text_classification_task.save_tokenizer(config, SimpleNamespace(tokenizer_json=trained.to_str()), str(folder))
+    trained = tokenize_texts.train_tokenizer(texts(), 400, 24, lowercase=config.lowercase)
+    classification_task.save_tokenizer(config, SimpleNamespace(tokenizer_json=trained.to_str()), str(folder))
     return trained, 24
 
 

@@ -37,7 +37,7 @@ def main() -> None:
     model.set_train(True)
     parameters = list(model.parameters())
     step = dp.make_train_step(
-        lambda **batch: model(**batch)[0], optim.AdamW(parameters, lr=1e-3), parameters, max_grad_norm=1.0
+        lambda **batch: model(**batch)[0], optim.AdamW(parameters, lr=1e-3), parameters, model=model, max_grad_norm=1.0
     )
     ids = np.random.default_rng(mesh.dp_group.rank).integers(1, VOCABULARY, (8, LENGTH))
     losses = [step({"input_ids": ids, "labels": ids}) for _ in range(5)]

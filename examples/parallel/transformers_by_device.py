@@ -42,7 +42,7 @@ def main() -> None:
     parameters = list(model.parameters())
     step = dp.make_train_step(
         lambda **batch: model(**batch)[0], optim.AdamW(parameters, lr=1e-3), parameters,
-        accumulation_steps=4, max_grad_norm=1.0,
+        model=model, accumulation_steps=4, max_grad_norm=1.0,
     )  # fmt: skip
     ids = np.random.default_rng(0).integers(1, VOCABULARY, (4, 8, LENGTH))
     losses = [step([{"input_ids": rows, "labels": rows} for rows in ids]) for _ in range(5)]

@@ -68,7 +68,7 @@ def main() -> None:
     def forward(x: Any, targets: Any) -> Any:
         return model(x, targets)
 
-    step = dp.make_train_step(forward, optim.AdamW(parameters, lr=1e-3), parameters, accumulation_steps=4)
+    step = dp.make_train_step(forward, optim.AdamW(parameters, lr=1e-3), parameters, model=model, accumulation_steps=4)
     rng = np.random.default_rng(mesh.dp_group.rank)
     losses = []
     for _ in range(5):

@@ -59,7 +59,8 @@ class ProcessGroup:
     Attributes:
         rank: number of this process, from 0 to ``world_size - 1``.
         world_size: number of processes.
-        local_rank, local_world_size: the same two numbers, counted on this host.
+        local_rank: number of this process among those of this host.
+        local_world_size: number of processes on this host.
         backend: library that moves the bytes: ``"single"``, ``"mpi"``, ``"hccl"``, ``"nccl"`` or ``"mccl"``.
         is_main: whether this is rank 0, which writes and logs.
     """

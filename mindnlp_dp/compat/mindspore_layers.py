@@ -7,12 +7,13 @@ from typing import Any
 
 from mindnlp_dp.compat.mindspore_api import fix_generator_offset
 from mindnlp_dp.compat.random_operators import follow_the_seed
+from mindnlp_dp.dropout.dropout_operators import dropped, supports_masks
 from mindnlp_dp.kernels.dispatch import not_none, supports
 from mindnlp_dp.runtime.override import override
 
 
 # Versions: MindSpore 2.7+ on CPU. Cause: its kernels of these operators take 2 to 35 times as long as ours on one core
-# (docs/benchmarks.md, "The kernels by themselves").
+# (docs/benchmarks_kernels.md, "The kernels by themselves").
 # Remove when: they are as fast.
 @functools.cache
 def use_kernels_in_layers() -> None:
@@ -51,7 +52,11 @@ def use_kernels_in_layers() -> None:
     @override(nn.Dropout, "construct")
     def dropout(self: Any, x: Any) -> Any:
         p = 1 - self.keep_prob if self.p is None else self.p
-        return functions.dropout(x, p) if self.training and 0 < p < 1 and _apply_in(self, x) else NotImplemented
+        if not (self.training and 0 < p < 1):
+            return NotImplemented
+        if _apply_in(self, x):
+            return functions.dropout(x, p)
+        return dropped(x, p) if supports_masks(x) else NotImplemented
 
 
 def _apply_in(cell: Any, *tensors: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from mindnlp_dp.compat.import_hook import around
 from mindnlp_dp.kernels.dispatch import is_here, not_none, supports
+from mindnlp_dp.runtime.devices import is_on_cpu
 from mindnlp_dp.runtime.override import override
 from mindnlp_dp.runtime.versions import mindnlp_series
 
@@ -23,7 +24,7 @@ _PYTORCH, _TRANSFORMERS = {
 
 
 # Versions: MindNLP 0.4.1 and 0.5.1 on MindSpore 2.7+ on CPU. Cause: MindSpore's kernels of these operators take 2 to 35
-# times as long as ours on one core (docs/benchmarks.md, "The kernels by themselves").
+# times as long as ours on one core (docs/benchmarks_kernels.md, "The kernels by themselves").
 # Remove when: they are as fast.
 @around(f"{_PYTORCH}.nn.functional")
 def _layers(module: types.ModuleType) -> Iterator[None]:
@@ -248,9 +249,7 @@ def _multiply(a: Any, b: Any) -> bool:
 
 def _is_in_host_memory(*tensors: Any) -> bool:
     """Return whether a look at the tensors' values costs little."""
-    import mindspore
-
-    return mindspore.get_context("device_target") == "CPU" and all(map(is_here, tensors))
+    return is_on_cpu() and all(map(is_here, tensors))
 
 
 def _is_integer(x: Any) -> bool:

@@ -51,7 +51,8 @@ class PowerSGD:
     """Averages the compressed gradients of a synchronizer, by parameter index, and keeps their bases and errors.
 
     Attributes:
-        num_bytes, num_calls: This rank's bytes of factors given to the exchange so far, and its collective calls.
+        num_bytes: This rank's bytes of factors given to the exchange so far.
+        num_calls: This rank's collective calls so far.
     """
 
     def __init__(self, shapes: dict[int, tuple[int, ...]], rank: int, group: ProcessGroup, channel: Channel) -> None:

@@ -31,7 +31,8 @@ class ExchangeStats:
     """Holds the cost of one update's exchange on this rank.
 
     Attributes:
-        num_bytes, num_calls: The bytes of gradients given to the exchange, and the number of collective calls.
+        num_bytes: The bytes of gradients given to the exchange.
+        num_calls: The number of collective calls.
         bytes_sent: The bytes sent to other hosts; None if the transport does not count them.
         exposed_seconds: The seconds that the computing thread spent on the exchange, waits for slower ranks included.
         hidden_seconds: The seconds of exchange on another thread during the backward pass. (This process cannot
@@ -58,12 +59,14 @@ class Synchronizer(abc.ABC):
     """Interface through which a train step accumulates weighted gradients and averages them over the ranks.
 
     Attributes:
-        names, parameters: The parameters that the gradients belong to, and their names.
+        names: The names of the parameters.
+        parameters: The parameters that the gradients belong to.
         group: The ranks that exchange gradients.
         total_loss_weight: The weight of the last reduced update, summed over all ranks.
         num_skipped: The micro-batches of that update that ranks left out with :meth:`skip`, summed over all ranks.
         seconds: The seconds that the computing thread has spent on the exchange, waits for slower ranks included.
-        num_bytes, num_calls: This rank's bytes of gradients given to the exchange so far, and its collective calls.
+        num_bytes: This rank's bytes of gradients given to the exchange so far.
+        num_calls: This rank's collective calls so far.
         last_window: The cost of the last update.
         channel: The channel that transports the gradients.
         order: The order in which gradients are packed, if it affects the last bits of the result; else None.

@@ -9,6 +9,7 @@ import contextlib
 import csv
 import itertools
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -143,6 +144,9 @@ def _delimited(file: TextIO, path: str) -> Iterator[Row]:
     file.seek(0)
     first = file.readline()
     file.seek(0)
+    # Such a first line tells Excel the separator, and is no row.
+    if told := re.match(r'"?sep=([,;\t|])"?\s*$', first):
+        delimiter = told[1]
     if first.lstrip().startswith(('{"', "[{", "[\n")):
         raise InputError(f"{path}, line 1: this is JSON; name the file .jsonl or .json")
     if by_tabs and "\t" not in first and delimiter in first:
@@ -152,7 +156,7 @@ def _delimited(file: TextIO, path: str) -> Iterator[Row]:
         if by_tabs
         else csv.reader(file, delimiter=delimiter, strict=True)
     )
-    rows = _csv_rows(lines, path)
+    rows = itertools.islice(_csv_rows(lines, path), 1 if told else 0, None)
     line, header = next(rows, (1, []))
     if not header:
         raise InputError(f"{path}, line 1: the header is missing")

@@ -33,11 +33,11 @@ def losses(logits: np.ndarray, classes: np.ndarray, keep: bool = False) -> tuple
     exponentials = empty(rows, columns) if keep else None
 
     def block(at: slice) -> None:
-        centred = np.subtract(
+        centered = np.subtract(
             logits[at], logits[at].max(1, keepdims=True), out=None if exponentials is None else exponentials[at]
         )
-        own = np.take_along_axis(centred, classes[at, None], 1)[:, 0]
-        np.exp(centred, out=centred).sum(1, out=sums[at])
+        own = np.take_along_axis(centered, classes[at, None], 1)[:, 0]
+        np.exp(centered, out=centered).sum(1, out=sums[at])
         np.subtract(np.log(sums[at]), own, out=out[at])
 
     parallel_for_blocks(block, rows, columns)

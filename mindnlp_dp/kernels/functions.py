@@ -14,11 +14,12 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
+from mindnlp_dp.dropout.dropout_masks import dropout_mask, next_key
 from mindnlp_dp.kernels import activations
 from mindnlp_dp.kernels import cross_entropy as cross_entropy_of_arrays
-from mindnlp_dp.kernels.dropout import dropout_mask, masked, next_key
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.linear_cross_entropy import losses_and_gradients
+from mindnlp_dp.kernels.masked import masked
 from mindnlp_dp.kernels.matmul import add_product, column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
 from mindnlp_dp.kernels.memory_pool import array_of, empty_like, tensor_of
@@ -104,7 +105,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """Zero elements of ``x`` with probability ``p`` and scale the others by ``1 / (1 - p)``.
 
     In a training step the mask of a sample depends on its position in the global batch, otherwise on the state of
-    MindSpore's generator (:func:`~mindnlp_dp.kernels.dropout.dropout_mask`).
+    MindSpore's generator (:func:`~mindnlp_dp.dropout.dropout_masks.dropout_mask`).
     """
     return _Dropout.apply(x, p)
 
@@ -349,7 +350,7 @@ class _Kind(NamedTuple):
 
     num_axes: int
     epsilon: float
-    centred: bool
+    centered: bool
 
 
 class _Norm(_Function):
@@ -358,7 +359,7 @@ class _Norm(_Function):
         ctx.save_for_backward(x, weight)
         ctx.kind, ctx.columns = kind, math.prod(x.shape[x.ndim - kind.num_axes :])
         rows = array_of(x).reshape(-1, ctx.columns)
-        out, ctx.statistics = normalize(rows, _flat(weight), _flat(bias), kind.epsilon, kind.centred)
+        out, ctx.statistics = normalize(rows, _flat(weight), _flat(bias), kind.epsilon, kind.centered)
         return tensor_of(out.reshape(x.shape))
 
     @staticmethod
@@ -366,7 +367,7 @@ class _Norm(_Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         g, rows = (array_of(each).reshape(-1, ctx.columns) for each in (gradient, x))
-        of_rows, *sums = normalize_backward(g, rows, _flat(weight), ctx.statistics, ctx.kind.centred)
+        of_rows, *sums = normalize_backward(g, rows, _flat(weight), ctx.statistics, ctx.kind.centered)
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         # Weight and bias have the shape of the normalized dimensions.
         shape = x.shape[x.ndim - ctx.kind.num_axes :]

@@ -39,21 +39,21 @@ class Statistics(NamedTuple):
 
 
 def normalize(
-    x: np.ndarray, weight: Weight, bias: Weight, epsilon: float, centred: bool
+    x: np.ndarray, weight: Weight, bias: Weight, epsilon: float, centered: bool
 ) -> tuple[np.ndarray, Statistics]:
     """Normalize every row: ``(x - mean) / sqrt(variance + epsilon)``, times ``weight``, plus ``bias``.
 
-    If not ``centred``, this is RMS normalization: the mean is taken to be 0.
+    If not ``centered``, this is RMS normalization: the mean is taken to be 0.
 
     Returns:
         The result, and the statistics that the backward pass needs.
     """
     rows, columns = x.shape
     if onednn.has_primitives() and x.size:
-        out, statistics = _by_onednn(np.ascontiguousarray(x), weight, bias, epsilon, centred)
-        if _are_exact(statistics, centred):
+        out, statistics = _by_onednn(np.ascontiguousarray(x), weight, bias, epsilon, centered)
+        if _are_exact(statistics, centered):
             # oneDNN 3.10's gradient of RMS normalization subtracts a mean, as layer normalization's does.
-            scale = None if centred else 1 / np.sqrt(statistics.spread[:, None] + np.float32(epsilon))
+            scale = None if centered else 1 / np.sqrt(statistics.spread[:, None] + np.float32(epsilon))
             return out, statistics if scale is None else Statistics(np.zeros((rows, 2), np.float32), scale)
     out = empty(rows, columns)
     mean, scale = np.zeros((rows, 2), np.float32), np.empty((rows, 1), np.float32)
@@ -61,7 +61,7 @@ def normalize(
     def block(at: slice) -> None:
         y = out[at]
         y[...] = x[at]
-        if centred:
+        if centered:
             _take_off_mean(y, mean[at])
         variance = np.einsum("ij,ij->i", y, y) / np.float32(columns)
         if not np.isfinite(variance).all():
@@ -79,17 +79,17 @@ def normalize(
 
 
 def _by_onednn(
-    x: np.ndarray, weight: Weight, bias: Weight, epsilon: float, centred: bool
+    x: np.ndarray, weight: Weight, bias: Weight, epsilon: float, centered: bool
 ) -> tuple[np.ndarray, Statistics]:
     rows, columns = x.shape
     out, mean, variance = empty(rows, columns), np.zeros(rows, np.float32), np.empty(rows, np.float32)
     whole = [np.ascontiguousarray(each) for each in (weight, bias) if each is not None]
-    by_row = [(x, columns), (out, columns), *[(mean, 1)] * centred, (variance, 1)]
+    by_row = [(x, columns), (out, columns), *[(mean, 1)] * centered, (variance, 1)]
     begins = [(array.ctypes.data, ITEM_BYTES * width) for array, width in by_row]
 
     def part(first: int, last: int) -> None:
         run = onednn.normalization(
-            last - first, columns, epsilon, scale=weight is not None, shift=bias is not None, centred=centred
+            last - first, columns, epsilon, scale=weight is not None, shift=bias is not None, centered=centered
         )
         run(*(begin + first * width for begin, width in begins), *(each.ctypes.data for each in whole))
 
@@ -97,16 +97,16 @@ def _by_onednn(
     return out, Statistics(mean, variance, epsilon)
 
 
-def _are_exact(statistics: Statistics, centred: bool) -> bool:
+def _are_exact(statistics: Statistics, centered: bool) -> bool:
     """Return whether float32 was enough for oneDNN's way: it rounds the mean once, and adds up squares."""
     mean, variance, _ = statistics
     if not np.isfinite(variance).all():
         return False
-    return not centred or bool((np.abs(mean) <= _MOST_DEVIATIONS * np.sqrt(variance)).all())
+    return not centered or bool((np.abs(mean) <= _MOST_DEVIATIONS * np.sqrt(variance)).all())
 
 
 def normalize_backward(
-    gradient: np.ndarray, x: np.ndarray, weight: Weight, statistics: Statistics, centred: bool
+    gradient: np.ndarray, x: np.ndarray, weight: Weight, statistics: Statistics, centered: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the gradients of ``x``, ``weight`` and ``bias``, of shapes (M, N), (N,) and (N,)."""
     (rows, columns), (mean, scale, epsilon) = x.shape, statistics
@@ -120,7 +120,7 @@ def normalize_backward(
         out = of_x[at]
         # Row-major, because NumPy sums contiguous rows with the smallest error.
         g, normalized = np.ascontiguousarray(gradient[at]), np.array(x[at], order="C")
-        if centred:
+        if centered:
             normalized -= mean[at, :1]
             normalized -= mean[at, 1:]
         normalized *= scale[at]
@@ -134,7 +134,7 @@ def normalize_backward(
             np.multiply(g, weight, out=out)
             weighted *= weight
         along = np.mean(weighted, axis=1, keepdims=True)
-        if centred:
+        if centered:
             out -= np.mean(out, axis=1, keepdims=True)
         normalized *= along
         out -= normalized

@@ -321,17 +321,17 @@ def _activation(algorithm: int, x: ctypes.c_void_p, parameter: float) -> ctypes.
     )  # fmt: skip
 
 
-def normalization(rows: int, columns: int, epsilon: float, *, scale: bool, shift: bool, centred: bool) -> Primitive:
-    """Return the primitive of layer normalization, or of RMS normalization if not ``centred``, of each row.
+def normalization(rows: int, columns: int, epsilon: float, *, scale: bool, shift: bool, centered: bool) -> Primitive:
+    """Return the primitive of layer normalization, or of RMS normalization if not ``centered``, of each row.
 
-    Arguments: input, output (rows, columns); mean if ``centred``, and variance (rows,), which it writes; the weight if
+    Arguments: input, output (rows, columns); mean if ``centered``, and variance (rows,), which it writes; the weight if
     ``scale`` and the bias if ``shift`` (columns,).
     """
-    flags = _SCALE * scale | _SHIFT * shift | _RMS * (not centred)
+    flags = _SCALE * scale | _SHIFT * shift | _RMS * (not centered)
 
     def make() -> Primitive:
         x, row, column = _array((rows, columns)), _array((rows,)), _array((columns,))
-        arguments = [(_SOURCE, x), (_RESULT, x), *[(_MEAN, row)] * centred, (_VARIANCE, row)]
+        arguments = [(_SOURCE, x), (_RESULT, x), *[(_MEAN, row)] * centered, (_VARIANCE, row)]
         arguments += [(_SCALES, column)] * scale + [(_SHIFTS, column)] * shift
         return Primitive(_normalization(x, row, epsilon, flags), arguments)
 

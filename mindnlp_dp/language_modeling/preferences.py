@@ -29,7 +29,9 @@ def log_probabilities(model: Any, ids: Any, labels: Any, mask: Any) -> tuple[Any
     """Return the log probability of each row's answer, the sum over its tokens, and their number, of shape (rows,).
 
     Args:
-        ids, labels, mask: (rows, length); labels other than -100 are the answer's tokens.
+        ids: the tokens, of shape (rows, length).
+        labels: of the same shape; those other than -100 are the answer's tokens.
+        mask: the attention mask, of the same shape.
     """
     functional = mindnlp_api().nn.functional
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
@@ -61,7 +63,8 @@ def preference_loss(
     Rewards are beta times the log probability, by which the answer is compared; for dpo and ipo, less the reference's.
 
     Args:
-        sums, lengths: (2, pairs) the results of :func:`log_probabilities_of_pairs`.
+        sums: (2, pairs) the first result of :func:`log_probabilities_of_pairs`.
+        lengths: (2, pairs) the second one.
         reference: (2, pairs) the log probabilities of the reference, for dpo and ipo.
     """
     api = mindnlp_api()

@@ -35,9 +35,11 @@ class Muon(mindnlp_api().optim.AdamW):  # type: ignore[misc]
         eps: the least norm by which a matrix is divided.
         adjust_lr_fn: the scale; None or "original": sqrt(max(1, rows / columns)); "match_rms_adamw": 0.2
             sqrt(max(rows, columns)), with which learning rate and weight decay of AdamW suit matrices, too.
-        betas, adamw_eps: settings of AdamW.
-        num_packed, packed_axis: parameters have so many matrices of equal size side by side along this axis; each is
-            orthogonalized by itself.
+        betas: the two decay rates of AdamW's moments.
+        adamw_eps: AdamW's epsilon.
+        num_packed: number of matrices of equal size that each parameter has side by side; each is orthogonalized by
+            itself.
+        packed_axis: the axis along which they are side by side.
     """
 
     param_groups: list[dict[str, Any]]

@@ -27,7 +27,8 @@ class Placement:
 
     Attributes:
         name: name in the full model.
-        shape, dtype: shape and type of the full array.
+        shape: shape of the full array.
+        dtype: type of the full array.
         shard: how it is sharded over the axis "tp"; None if every rank of the axis has the full array.
         stages: pipeline stages that hold it; two for a tied weight at both ends.
         expert_rank: coordinate on the axis "ep" of the ranks that hold it; None if all do.

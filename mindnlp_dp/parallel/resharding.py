@@ -55,7 +55,8 @@ class Resharding:
     """A schedule that moves tensors of one shape between two layouts; it is made once and can run many times.
 
     Attributes:
-        source, destination: the layouts.
+        source: the layout that is read.
+        destination: the layout that is written.
         schedule: the order of the pieces, and the sender of each.
     """
 

@@ -1,6 +1,6 @@
 """Draws the plots of a report with matplotlib: one SVG per panel for the page, and one PNG with all panels.
 
-A run has the same colour and the same dashes in all plots, so that runs can be told apart in gray as well.
+A run has the same color and the same dashes in all plots, so that runs can be told apart in gray as well.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Optional
 from mindnlp_dp.report.pipeline_figure import draw_pipeline
 from mindnlp_dp.report.runs import RecordedRun
 
-# The colors of Okabe and Ito, which colour-blind readers can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# The colors of Okabe and Ito, which color-blind readers can tell apart.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", "-.", ":")
 _INK, _GRID = "#333333", "#dddddd"
 _OVER = {"step": "", "seconds": " over time"}
@@ -31,11 +31,11 @@ def losses(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
     """Draw the training loss (thin) and held-out loss of every run, over "step" or "seconds"."""
     scale, unit = _unit(runs, over)
     for place, run in enumerate(runs):
-        colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
+        color, dashes = _COLORS[place % len(_COLORS)], _DASHES[place % len(_DASHES)]
         at, values = run.series("loss", over)
-        axes.plot([scale * x for x in at], values, color=colour, linestyle=dashes, linewidth=0.9, alpha=0.55)
+        axes.plot([scale * x for x in at], values, color=color, linestyle=dashes, linewidth=0.9, alpha=0.55)
         at, values = run.series("eval_loss", over)
-        axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=run.name)
+        axes.plot([scale * x for x in at], values, "o", color=color, linestyle=dashes, markersize=4, label=run.name)
     axes.set(ylim=(0, _end(1.06 * axes.dataLim.ymax)), xlim=(0, _end(1.04 * axes.dataLim.xmax)))
     axes.set(xlabel=unit, ylabel="cross entropy (thin: training)", title="loss" + _OVER[over])
     _name_runs(axes, runs)
@@ -60,10 +60,10 @@ def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
     """Draw the held-out accuracy of every run, over "step" or "seconds"."""
     scale, unit = _unit(runs, over)
     for place, run in enumerate(runs):
-        colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
+        color, dashes = _COLORS[place % len(_COLORS)], _DASHES[place % len(_DASHES)]
         at, values = run.series("eval_accuracy", over)
         label = f"{run.name}: {values[-1]:.4f}" if values else run.name
-        axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
+        axes.plot([scale * x for x in at], values, "o", color=color, linestyle=dashes, markersize=4, label=label)
     axes.set(ylim=(0, 1.02), xlim=(0, _end(1.04 * axes.dataLim.xmax)))
     axes.set(xlabel=unit, ylabel="share of correct held-out samples", title="accuracy" + _OVER[over])
     _name_runs(axes, runs)
@@ -75,11 +75,11 @@ def perplexities(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
 
     scale, unit = _unit(runs, over)
     for place, run in enumerate(runs):
-        colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
+        color, dashes = _COLORS[place % len(_COLORS)], _DASHES[place % len(_DASHES)]
         at, losses_ = run.series("eval_loss", over)
         values = [math.exp(min(loss, _LARGEST_EXPONENT)) for loss in losses_]
         label = f"{run.name}: {values[-1]:.2f}" if values else run.name
-        axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
+        axes.plot([scale * x for x in at], values, "o", color=color, linestyle=dashes, markersize=4, label=label)
     axes.set(yscale="log", xlim=(0, _end(1.04 * axes.dataLim.xmax)))
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -94,9 +94,9 @@ def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:
     shares = [run.report.get("gradient_sync_share") or 0.0 for run in runs]
     places = range(len(runs))
     for place, rate, share in zip(places, rates, shares):
-        colour = _COLOURS[place % len(_COLOURS)]
-        axes.barh(place, rate * (1 - share), color=colour, height=0.6)
-        axes.barh(place, rate * share, left=rate * (1 - share), height=0.6, facecolor="white", edgecolor=colour,
+        color = _COLORS[place % len(_COLORS)]
+        axes.barh(place, rate * (1 - share), color=color, height=0.6)
+        axes.barh(place, rate * share, left=rate * (1 - share), height=0.6, facecolor="white", edgecolor=color,
                   hatch="////")  # fmt: skip
         axes.annotate(f" {rate:.0f}", (rate, place), va="center")
     axes.set_yticks(places, [run.name for run in runs])
@@ -188,10 +188,10 @@ def draw_comparison(path: Path, comparison: dict[str, Any], file_format: str) ->
             # The curves lie on each other: each next one is thinner, and the last one is points.
             is_last = place == len(runs) - 1
             style = {"marker": "o", "markersize": 3.5, "linestyle": ""} if is_last else {"linewidth": 7 - 5 * place}
-            curves.plot(run["steps"], run["losses"], color=_COLOURS[place], alpha=0.45 if place == 0 else 1, label=name,
+            curves.plot(run["steps"], run["losses"], color=_COLORS[place], alpha=0.45 if place == 0 else 1, label=name,
                         **style)  # fmt: skip
             seconds = run["seconds_per_update"]
-            bars.barh(place, 1000 * seconds, color=_COLOURS[place], alpha=0.45 if place == 0 else 1, height=0.6)
+            bars.barh(place, 1000 * seconds, color=_COLORS[place], alpha=0.45 if place == 0 else 1, height=0.6)
             bars.annotate(f" {1000 * seconds:.0f}", (1000 * seconds, place), va="center")
         curves.set(ylim=(0, None), xlim=(0, None), xlabel="update", ylabel="training loss")
         curves.set_title("the same losses")

@@ -17,7 +17,7 @@ from mindnlp_dp.pipeline_schedules.simulation import simulate_pipeline
 # A pass: kind, micro-batch, start and end in milliseconds since the first pass.
 Pass = tuple[str, int, float, float]
 
-_COLOURS = {FORWARD: "#0072B2", BACKWARD: "#E69F00"}
+_COLORS = {FORWARD: "#0072B2", BACKWARD: "#E69F00"}
 
 
 def pipeline_of(trace: Path, schedule: str) -> Optional[dict[str, Any]]:
@@ -81,7 +81,7 @@ def draw_pipeline(axes: Any, pipeline: dict[str, Any]) -> None:
     for place, passes in enumerate([*stages, *ideal]):
         y = place + (0.6 if place >= num else 0.0)
         for kind, number, began, ended in passes:
-            axes.barh(y, ended - began, left=began, height=0.9, color=_COLOURS[kind], edgecolor="white", linewidth=0.6)
+            axes.barh(y, ended - began, left=began, height=0.9, color=_COLORS[kind], edgecolor="white", linewidth=0.6)
             if ended - began > 0.02 * longest:
                 axes.text((began + ended) / 2, y, str(number), ha="center", va="center", fontsize=7, color="white")
     names = [*(f"stage {number}" for number in range(num)), *(f"ideal {number}" for number in range(num))]

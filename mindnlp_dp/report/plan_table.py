@@ -14,7 +14,7 @@ from mindnlp_dp.planner.profiles.operator_graph import Model
 from mindnlp_dp.report.outputs import write_outputs
 
 PARTS = ("compute", "collectives", "transfers", "bubble", "gradients", "optimizer")
-_COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#BBBBBB", "#56B4E9", "#009E73")
+_COLORS = ("#0072B2", "#D55E00", "#CC79A7", "#BBBBBB", "#56B4E9", "#009E73")
 _PASSES = {FORWARD: "#0072B2", BACKWARD: "#E69F00"}
 _MOST_REJECTED = 12
 _MOST_DRAWN = 14
@@ -225,10 +225,10 @@ def _draw_timeline(axes: Any, found: Plan) -> None:
     until = _until(found)
     for event in found.timeline.events:
         if event.began < until:
-            colour = _PASSES[event.kind]
+            color = _PASSES[event.kind]
             width = event.ended - event.began
             axes.barh(
-                event.stage, 1e3 * width, left=1e3 * event.began, height=0.86, color=colour, edgecolor="white",
+                event.stage, 1e3 * width, left=1e3 * event.began, height=0.86, color=color, edgecolor="white",
                 linewidth=0.6,
             )  # fmt: skip
             if width > 0.012 * until:
@@ -257,7 +257,7 @@ def _draw_memory(axes: Any, found: Plan) -> None:
             level += [level[-1], level[-1] + change]
         axes.plot(
             [1e3 * t for t in times], [x / _GIB for x in level], linewidth=1.2, label=f"stage {place}",
-            color=_colour(place, len(found.stages)),
+            color=_color(place, len(found.stages)),
         )  # fmt: skip
     axes.axhline(found.capacity / _GIB, color="#444444", linestyle="--", linewidth=1)
     axes.text(0, found.capacity / _GIB, " memory of a device", va="bottom", fontsize=8, color="#444444")
@@ -268,7 +268,7 @@ def _draw_memory(axes: Any, found: Plan) -> None:
         axes.legend(frameon=False, fontsize=7, ncols=4, loc="lower right")
 
 
-def _colour(place: int, of: int) -> Any:
+def _color(place: int, of: int) -> Any:
     from matplotlib import colormaps
 
     return colormaps["viridis"](0.9 * place / max(1, of - 1))
@@ -276,9 +276,9 @@ def _colour(place: int, of: int) -> Any:
 
 def _draw_parts(axes: Any, plans: list[Plan]) -> None:
     begin = [0.0] * len(plans)
-    for part, colour in zip(PARTS, _COLOURS):
+    for part, color in zip(PARTS, _COLORS):
         widths = [1e3 * found.parts[part] for found in plans]
-        axes.barh(range(len(plans)), widths, left=begin, height=0.7, color=colour, label=part)
+        axes.barh(range(len(plans)), widths, left=begin, height=0.7, color=color, label=part)
         begin = [b + w for b, w in zip(begin, widths)]
     axes.set_yticks(range(len(plans)), [str(found) for found in plans], fontsize=8)
     axes.invert_yaxis()

@@ -46,6 +46,13 @@ def device_set_from_env() -> Iterator[Optional[str]]:
             os.environ["DEVICE_TARGET"] = target
 
 
+def is_on_cpu() -> bool:
+    """Return whether MindSpore computes on CPU."""
+    import mindspore
+
+    return bool(mindspore.get_context("device_target") == "CPU")
+
+
 def _has_set_a_device() -> bool:
     from mindspore._c_expression import DeviceManagerConf
 
@@ -56,7 +63,7 @@ def peak_memory() -> int:
     """Return the largest memory of this process so far, in bytes: on a card, that of the card's tensors."""
     import mindspore
 
-    if mindspore.get_context("device_target") != "CPU":
+    if not is_on_cpu():
         return int(mindspore.runtime.max_memory_allocated())
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

@@ -1,4 +1,4 @@
-"""This module takes the texts and labels from rows of a file, in the file's order; task.py and hub.py call it."""
+"""This module takes the texts and labels from rows of a file, in the file's order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module reads labeled texts from a data hub, or from a folder that ``datasets`` can read; task.py calls it.
+"""This module reads labeled texts from a data hub, or from a folder that ``datasets`` can read.
 
 A data set that cannot be loaded, such as an uncached one without a network, gives a message of one sentence.
 """

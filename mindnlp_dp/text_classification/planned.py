@@ -13,7 +13,7 @@ from typing import Any
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.runtime.mesh_spec import mesh_name
-from mindnlp_dp.text_classification.config import FinetuneConfig
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig
 
 # The allowed relative difference in parameters, because the tokenizer's vocabulary changes the model's size.
 _SAME = 0.1

@@ -1,4 +1,4 @@
-"""This module writes the labels of the texts of ``--predict-file``; finetune.py calls it."""
+"""This module writes the labels of the texts of ``--predict-file``, for finetune_classifier.py."""
 
 from __future__ import annotations
 

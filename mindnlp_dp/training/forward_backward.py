@@ -22,10 +22,10 @@ from mindnlp_dp.data.batches import streams_of
 from mindnlp_dp.data.loss_weight import checked_weight
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep, Synchronizer
-from mindnlp_dp.kernels.dispatch import are_on
 from mindnlp_dp.parallel.distributed_model import DistributedModel
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.runtime.arrays import number_of
+from mindnlp_dp.runtime.devices import is_on_cpu
 from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, seeded, step_seed, update_key
 from mindnlp_dp.training.loss_check import LossCheck
 from mindnlp_dp.training.timeline import StepTimeline
@@ -167,8 +167,8 @@ class ForwardBackward:
         """Return the key of the samples' random streams in this update; None if each rank draws its own masks."""
         if self.dropout != GLOBAL:
             return None
-        if not are_on() and has_dropout(self.model.model):
-            self.masks.doubt = "MindSpore's kernels draw them"
+        if not is_on_cpu() and has_dropout(self.model.model):
+            self.masks.doubt = "a device draws them"
             self._warn()
         return update_key(seed, step)
 

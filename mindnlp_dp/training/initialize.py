@@ -34,25 +34,40 @@ def init_process_group(
 
     Call it once, before the first tensor is created; later calls return the same group, and may still select
     MindSpore's kernels.
-    With ``tune_runtime`` on CPU, threads and operator dispatch are tuned to the cores of this process; pass ``False``
-    to keep MindSpore's settings. It also makes MindNLP's layers use our ``kernels`` ("auto") or MindSpore's own, slower
-    ones ("mindspore"); the environment variable ``MINDNLP_DP_KERNELS`` replaces "auto".
-    ``matmul_precision`` says how these kernels multiply: in float32 ("highest"), or from factors rounded to bfloat16,
-    with sums in float32 ("medium"), on cores that can. Everything else stays in float32. "auto" is the environment
-    variable ``MINDNLP_DP_MATMUL_PRECISION``, or "highest".
-    ``checks`` says before which collectives the ranks verify that all make the same call: before every one ("all"), or
-    before all except those that each update makes ("setup"). "auto" means "all" on CPU, and "setup" on a device,
-    because every check makes the host wait for the device.
-    ``deterministic`` is MindSpore's deterministic mode on a device (``mindspore.set_deterministic``), without which its
-    operators and collectives may give other last bits each time, so that no two runs are equal, and replicas that
-    compute the same may drift apart. It often makes operators slower. "auto" is the environment variable
-    ``MINDNLP_DP_DETERMINISTIC`` (true or false), or True on Ascend; False leaves MindSpore's default, which is off. A
-    script that has called ``mindspore.set_deterministic`` keeps what it has set. On a CPU it changes nothing.
+
+    Args:
+        backend: library that moves the bytes: "mpi", "mindspore" (HCCL, NCCL or MCCL, by the device), or "single", one
+            process. "auto" is that of the launcher.
+        tune_runtime: on CPU, tune threads and operator dispatch to the cores of this process. False keeps MindSpore's
+            settings.
+        kernels: the CPU kernels of MindNLP's layers: ours ("auto") or MindSpore's own, slower ones ("mindspore"). The
+            environment variable ``MINDNLP_DP_KERNELS`` replaces "auto".
+        matmul_precision: how our kernels multiply: in float32 ("highest"), or from factors rounded to bfloat16, with
+            sums in float32 ("medium"), on cores that can. Everything else stays in float32. "auto" is the environment
+            variable ``MINDNLP_DP_MATMUL_PRECISION``, or "highest".
+        checks: before which collectives the ranks verify that all make the same call: every one ("all"), or all except
+            those that each update makes ("setup"). "auto" means "all" on CPU, and "setup" on a device, because every
+            check makes the host wait for the device.
+        deterministic: MindSpore's deterministic mode on a device (``mindspore.set_deterministic``), without which its
+            operators and collectives may give other last bits each time, so that no two runs are equal, and replicas
+            that compute the same may drift apart. It often makes operators slower. "auto" is the environment variable
+            ``MINDNLP_DP_DETERMINISTIC`` (true or false), or True on Ascend; False leaves MindSpore's default, which is
+            off. A script that has called ``mindspore.set_deterministic`` keeps what it has set. On a CPU it changes
+            nothing.
 
     Raises:
-        ValueError: ``backend``, ``kernels``, ``matmul_precision``, ``checks`` or ``deterministic`` is unknown, or
-            ``backend`` contradicts the launcher or an earlier call.
-        ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
+        ValueError: an argument has an unknown value, or ``backend`` contradicts the launcher or an earlier call.
+        ImportError: the backend's library is not installed.
+        RuntimeError: the backend's library sees other processes than were started.
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindnlp_dp as dp
+        >>> group = dp.init_process_group()
+        >>> group.rank, group.world_size
+        (0, 1)
+        >>> float(group.all_reduce(np.float32(3.0), op="sum"))
+        3.0
     """
     kernels, precision = check_kernels(kernels), check_precision(matmul_precision)
     wants_determinism = check_deterministic(deterministic)
@@ -82,7 +97,8 @@ def init_process_group(
         settings = configure_runtime(device, transport.local_rank, transport.local_world_size, cores_by_rank)
         if device == "CPU":
             choose_kernels(kernels, settings.num_threads)
-            use_kernels_in_layers()
+    if device == "CPU":
+        use_kernels_in_layers()
     choose_precision(precision)
     group = ProcessGroup(transport, kind, checks=checks)
     set_process_group(group)

@@ -3,7 +3,7 @@
 The user calls :func:`make_train_step` with a loss function, an optimizer and parameters. The step that it returns does
 one update from this rank's part of a global batch, in the same stages as the Trainer (:mod:`mindnlp_dp.training`)::
 
-    step = dp.make_train_step(forward_fn, optimizer, parameters)
+    step = dp.make_train_step(forward_fn, optimizer, parameters, model=model)
     for batch in batches:                       # the batches of this rank
         loss = step(batch)
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional, Union
@@ -29,7 +30,7 @@ from mindnlp_dp.parallel.distributed_model import DistributedModel, ReplicatedMo
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
-from mindnlp_dp.runtime.recompute import RecomputeLayers, enable_recompute
+from mindnlp_dp.runtime.recompute import has_recomputed_layers
 from mindnlp_dp.training.adapter_gradients import adapter_check
 from mindnlp_dp.training.find_model import BatchWeigher, is_module, model_of, modules_of
 from mindnlp_dp.training.forward_backward import GLOBAL, ForwardBackward, across_ranks, check_dropout
@@ -55,14 +56,15 @@ def make_train_step(
     seed: int = 0,
     dropout: str = GLOBAL,
     router_loss: str = GLOBAL,
-    recompute: RecomputeLayers = False,
     leave_out_bad_losses: bool = True,
     zero_stage: Union[int, str] = "auto",
     group: Optional[ProcessGroup] = None,
-    broadcast_weights: bool = True,
     **synchronizer_options: Any,
 ) -> FunctionalStep:
     """Return a train step that every rank calls once per update, with its own part of the global batch.
+
+    Before the first update, rank 0's weights and buffers, including frozen ones, are copied to all ranks, as the
+    Trainer does.
 
     Args:
         forward_fn: function from a batch to its mean loss, a scalar tensor. A mapping is passed as keyword arguments
@@ -78,21 +80,19 @@ def make_train_step(
             (:func:`~mindnlp_dp.data.loss_weight.loss_mean`): rows for a classifier, labels that are not -100 for a
             language model, rows if the class is unknown. Pass it
             if ``forward_fn`` computes a custom loss; :func:`~mindnlp_dp.count_labels` counts labels.
-        model: the model that ``forward_fn`` calls; by default the one that it refers to and that has ``parameters``.
+        model: the model that ``forward_fn`` calls. Several ranks get a warning without it, and the model is then the
+            one that ``forward_fn`` refers to and that has ``parameters``.
         reducer: function that exchanges the gradients instead of our synchronizer, such as
             ``nn.DistributedGradReducer(parameters)``.
         jit: compile loss and gradients with ``mindspore.jit``; only for plain cells.
         seed: seed of the randomness in ``forward_fn``, such as dropout. The random numbers differ between updates, and
             a resumed run draws the same ones.
         dropout: "global": each sample has its own dropout mask, a function of the seed, the update and its position in
-            the global batch, so that any number of ranks and micro-steps trains the same model. It needs our CPU
-            kernels and the batches of :func:`~mindnlp_dp.make_loader`, which know the positions. "per-rank", and where
-            something is missing: each rank and micro-step draws its own masks.
+            the global batch, so that any number of ranks and micro-steps trains the same model. It needs a CPU and
+            the batches of :func:`~mindnlp_dp.make_loader`, which know the positions. "per-rank", and where something
+            is missing: each rank and micro-step draws its own masks.
         router_loss: the load-balancing loss of a mixture of experts looks at the tokens of all ranks ("global"), as
             one process would, or of this rank ("local").
-        recompute: recompute the activations of layers in the backward pass, with the same gradients, to save memory: of
-            all layers (True), every n-th (a number n), or those named by patterns, such as ``"encoder.layer.[0-5]"``
-            (:func:`~mindnlp_dp.enable_recompute`). False changes nothing.
         leave_out_bad_losses: leave out a loss that is NaN or infinite, with a warning; otherwise it is an error on all
             ranks.
         zero_stage: 0: every rank updates all parameters. 1: each rank updates one slice and holds only its optimizer
@@ -102,8 +102,6 @@ def make_train_step(
             ranks that share weights would all write to the same memory. The weights become private to each rank again
             when the step is deleted (``del step``).
         group: the ranks that split the samples; by default those of the model's mesh, otherwise all ranks.
-        broadcast_weights: before the first update, copy rank 0's weights and buffers, including frozen ones, to all
-            ranks, for the models that ``forward_fn`` refers to, as the Trainer does. If False, they must be equal.
         synchronizer_options: options of :class:`~mindnlp_dp.GradientSynchronizer`, such as ``overlap`` and
             ``compression``.
 
@@ -120,23 +118,21 @@ def make_train_step(
     if distributed is None:
         distributed = replicated_model_on_all_ranks(model) if group is None else ReplicatedModel(model, group)
     group = group or distributed.group
-    if broadcast_weights:
-        _broadcast(forward_fn, model, parameters, distributed, group)
+    _broadcast(forward_fn, model, parameters, distributed, group)
     if is_plain:
         parameters = _in_order_of(optimizer, parameters)
         gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
         gradient_fn = autograd_cleared_on_error(mindspore.jit(gradient_fn) if jit else gradient_fn)
     else:
         gradient_fn = mindnlp_api().autograd.value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
-    model = model_of(forward_fn, parameters) if model is None else model
+    model = _found(forward_fn, parameters, group) if model is None else model
     # A plain cell may be the forward function itself.
     trained = forward_fn if model is None else model
-    if jit and has_synchronized_layers(trained):
+    used = {id(each): each for each in [*modules_of(forward_fn, parameters), trained] if is_module(each)}
+    if jit and any(map(has_synchronized_layers, used.values())):
         raise ValueError("jit=True cannot compile the layers of convert_sync_batchnorm; leave one of them out")
-    if recompute is not False:
-        if jit:
-            raise ValueError("recompute is for PyNative mode; with jit=True call the cells' own recompute() method")
-        _recompute(forward_fn, parameters, model, recompute)
+    if jit and any(map(has_recomputed_layers, used.values())):
+        raise ValueError("enable_recompute is for PyNative mode; with jit=True call the cells' own recompute() method")
     named = _with_names(parameters, model)
     check_values(named, group)
     if not is_plain:
@@ -162,7 +158,6 @@ def make_train_step(
     loss_of, weigher = functools.partial(call_with, forward_fn), loss_weight_of or BatchWeigher(forward_fn, model)
     rows = across_ranks(group, router_loss, trained)
     is_checked = loss_weight_of is None and not jit and not distributed.is_sharded
-    used = {id(each): each for each in [*modules_of(forward_fn, parameters), trained] if is_module(each)}
     check = LossCheck(loss_of, weigher, list(used.values()), rows, "the loss of forward_fn") if is_checked else None
 
     def gradients_of(inputs: Any) -> tuple[Any, Sequence[Any]]:
@@ -241,22 +236,16 @@ def _broadcast(
     broadcast_parameters(others, group)
 
 
-def _recompute(forward_fn: Any, parameters: Sequence[Any], model: Any, layers: RecomputeLayers) -> None:
-    """Recompute layers of the models that have the parameters; raise ValueError if none of them has such layers."""
-    models = [model] if model is not None else []
-    models += [each for each in modules_of(forward_fn, parameters) if each is not model]
-    if not models and isinstance(forward_fn, mindspore.nn.Cell):
-        models = [forward_fn]
-    if not models:
-        raise ValueError("recompute needs the model, which is not found from forward_fn; pass model=")
-    chosen, errors = [], []
-    for each in models:
-        try:
-            chosen += enable_recompute(each, layers)
-        except ValueError as error:
-            errors.append(error)
-    if not chosen and errors:
-        raise errors[0]
+def _found(forward_fn: Callable[..., Any], parameters: Sequence[Any], group: ProcessGroup) -> Optional[Any]:
+    """Return the model that ``forward_fn`` refers to, or None; rank 0 of several warns which one it is."""
+    model = model_of(forward_fn, parameters)
+    if model is not None and group.world_size > 1 and group.is_main:
+        warnings.warn(
+            f"make_train_step: model= is missing, and {type(model).__name__} was found in forward_fn; pass the model, "
+            "whose class defines what its loss is the mean of",
+            stacklevel=3,
+        )
+    return model
 
 
 def _in_order_of(optimizer: Any, parameters: Sequence[Any]) -> list[Any]:

@@ -64,7 +64,7 @@ def make_healthy(host, *, hccl=HCCL):
         host.install(name, text)
 
 
-def to_mend(findings):
+def problems_of(findings):
     return [(finding.what, finding.advice) for finding in findings if finding.advice]
 
 
@@ -100,7 +100,7 @@ def test_doctor_reports_npus_that_mindspore_does_not_use(host, monkeypatch, envi
     for name, text in HCCL.items():
         host.install(name, text)
     found = list(doctor.check_imports({**os.environ, **environ}))
-    ((what, mend),) = to_mend(found)
+    ((what, mend),) = problems_of(found)
     assert what.startswith("MindSpore can be imported, but does not use the NPUs: ")
     assert advice in mend
     assert mend.startswith("source /") == (not environ)
@@ -119,18 +119,20 @@ def test_doctor_reports_an_hccl_that_fails_to_import(host, monkeypatch, hccl, er
     monkeypatch.setattr(doctor, "_IMPORTS_MINDNLP", SAYS_ITS_DEVICE)
     make_healthy(host, hccl=hccl)
     wheel = "pip install $ASCEND_HOME_PATH/lib64/hccl-*-py3-none-any.whl"
-    assert to_mend(doctor.check_imports({**os.environ, **TOOLKIT})) == [(f"hccl cannot be imported: {error}", wheel)]
-    ((_, mend),) = to_mend(doctor.check_imports(os.environ))
+    assert problems_of(doctor.check_imports({**os.environ, **TOOLKIT})) == [
+        (f"hccl cannot be imported: {error}", wheel)
+    ]
+    ((_, mend),) = problems_of(doctor.check_imports(os.environ))
     assert mend.startswith("source /")
 
 
 def test_doctor_does_not_require_cann_for_jobs_on_the_cpu(host, monkeypatch):
     monkeypatch.setattr(doctor, "_IMPORTS_MINDNLP", SAYS_ITS_DEVICE)
     environ = {**os.environ, "DEVICE_TARGET": "CPU"}
-    assert to_mend(doctor.check_imports(environ)) == []
+    assert problems_of(doctor.check_imports(environ)) == []
     assert Finding("jobs use CPU; with DEVICE_TARGET=Ascend, Ascend") in list(doctor.check_machine((3, 11), environ))
     monkeypatch.setattr(doctor, "find_mpirun", lambda: None)
-    assert ("mpirun was not found", doctor.INSTALL_MPI) in to_mend(doctor.check_environment(environ))
+    assert ("mpirun was not found", doctor.INSTALL_MPI) in problems_of(doctor.check_environment(environ))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_doctor_does_not_require_cann_for_jobs_on_the_cpu(host, monkeypatch):
 )
 def test_doctor_reports_invalid_or_missing_devices(tmp_path, monkeypatch, cards, environ, found):
     NpuHost(tmp_path / "host", monkeypatch, cards)
-    ((said, mend),) = to_mend(doctor.check_machine((3, 11), environ))
+    ((said, mend),) = problems_of(doctor.check_machine((3, 11), environ))
     what, advice = found
     assert what in said
     assert mend.startswith(advice)
@@ -162,5 +164,5 @@ def test_doctor_treats_a_failed_mpi_backend_as_optional_on_npu_hosts(tmp_path, m
 
     monkeypatch.setattr(doctor, "find_mpirun", lambda: "/usr/bin/mpirun")
     monkeypatch.setattr(doctor, "_try_backend", try_backend)
-    assert [what for what, _ in to_mend(doctor.check_backends({}, can_import=True))] == ["mindspore fails"]
+    assert [what for what, _ in problems_of(doctor.check_backends({}, can_import=True))] == ["mindspore fails"]
     assert tried == [("mpi", 2, "CPU"), ("mindspore", num_ranks, None)]

@@ -189,6 +189,8 @@ def test_sync_batchnorm_refuses_jit_and_second_derivatives(group):
     optimizer = mindspore.nn.SGD(model.trainable_params(), 0.05)
     with pytest.raises(ValueError, match="jit=True cannot compile the layers of convert_sync_batchnorm"):
         dp.make_train_step(model, optimizer, optimizer.parameters, model=model, jit=True)
+    with pytest.raises(ValueError, match="jit=True cannot compile the layers of convert_sync_batchnorm"):
+        dp.make_train_step(lambda x, y: 2 * model(x, y), optimizer, optimizer.parameters, jit=True)
     if group.world_size == 1:
         return
 

@@ -35,6 +35,11 @@ def buffers(model):
     return {name: buffer.asnumpy().copy() for name, buffer in model.named_buffers()}
 
 
+def evaluated_at(trainer):
+    """Return the updates after which the trainer evaluated."""
+    return [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
+
+
 def run(folder, group, **settings):
     return train(
         Normalized(), Rows(40), folder, eval_dataset=Rows(12, seed=1),
@@ -58,6 +63,7 @@ def test_batchnorm_run_with_evaluation_and_checkpoints_resumes_to_the_bit(group,
     whole = run(shared_tmp_path / "whole", group, **settings)
     run(shared_tmp_path / "parts", group, **settings, max_steps=4)
     resumed = run(shared_tmp_path / "parts", group, **settings, resume=True)
+    assert evaluated_at(whole) == evaluated_at(resumed) == [3, 6, 9]
     assert resumed.replica_digest == whole.replica_digest
     for name, buffer in buffers(whole.model).items():
         np.testing.assert_array_equal(buffers(resumed.model)[name], buffer, err_msg=name)
@@ -66,6 +72,7 @@ def test_batchnorm_run_with_evaluation_and_checkpoints_resumes_to_the_bit(group,
 def test_buffer_sync_for_evaluation_does_not_change_training(group, shared_tmp_path):
     often = {"evaluation_strategy": "steps", "eval_steps": 1}
     once, always = run(shared_tmp_path / "once", group), run(shared_tmp_path / "always", group, **often)
+    assert (evaluated_at(once), evaluated_at(always)) == ([], [1, 2, 3, 4, 5])
     for name, weight in weights(once.model).items():
         np.testing.assert_array_equal(weights(always.model)[name], weight, err_msg=name)
     for name, buffer in buffers(once.model).items():
@@ -157,6 +164,7 @@ def test_buffers_with_batch_dependent_shapes_stay_local_to_each_rank(group, shar
     whole = train(Cached(), Ragged(24), shared_tmp_path / "whole", max_steps=4, **settings)
     train(Cached(), Ragged(24), shared_tmp_path / "parts", max_steps=2, **settings)
     resumed = train(Cached(), Ragged(24), shared_tmp_path / "parts", max_steps=4, resume=True, **settings)
+    assert evaluated_at(whole) == evaluated_at(resumed) == [2, 4]
     assert resumed.replica_digest == whole.replica_digest
     # But where the shapes agree, all ranks begin with rank 0's buffers.
     model = Cached()

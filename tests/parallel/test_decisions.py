@@ -14,6 +14,7 @@ import pytest
 from library import EarlyStoppingCallback, TrainerCallback, is_0_5, optim
 
 import mindnlp_dp as dp
+from mindnlp_dp.checkpoint.directory import checkpoints_in
 from models import Rows, alone, tiny_roberta, train, weights
 
 EVERY_EPOCH = {"evaluation_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 6, "dataset_shuffle": True}
@@ -224,11 +225,15 @@ def test_equal_control_flags_on_all_ranks_give_no_warning(group, shared_tmp_path
     """Logging, evaluating and saving at the same update leave no flag set that would cause a warning later."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*rank 0 decides")
-        train(
+        trainer = train(
             tiny_roberta(), Rows(16 * group.world_size), shared_tmp_path, eval_dataset=Rows(3), logging_steps=1,
             per_device_train_batch_size=4, evaluation_strategy="steps", eval_steps=2, save_strategy="epoch",
             num_train_epochs=2,
         )  # fmt: skip
+    history = trainer.state.log_history
+    assert [row["step"] for row in history if "loss" in row] == list(range(1, 9))
+    assert [row["step"] for row in history if "eval_loss" in row] == [2, 4, 6, 8]
+    assert [path.name for path in checkpoints_in(shared_tmp_path)] == ["checkpoint-4", "checkpoint-8"]
 
 
 @pytest.mark.parametrize(

@@ -219,15 +219,12 @@ def test_unknown_dropout_option_is_refused(tmp_path):
         dp.DataParallelArguments(str(tmp_path), dropout="local")
 
 
-@pytest.mark.skipif(is_0_5, reason="with MindNLP 0.5 our kernel draws the masks in any case")
-def test_dropout_masks_of_mindspore_kernels_give_one_warning(group, tmp_path, recwarn):
-    model_class = find("GPT2LMHeadModel")
-    rows = samples(model_class, build(model_class), 8)
+@pytest.mark.core
+def test_dropout_with_the_kernels_of_mindspore_equals_one_process(group, tmp_path, recwarn):
     dispatch.choose("mindspore", 1)
     try:
-        train(build(model_class, dropout=RATE), rows, tmp_path, **settings(group, 1))
-        assert len(warnings_of_dropout(recwarn)) == 1
-        train(build(model_class), rows, tmp_path, **settings(group, 1))
+        far, *_ = together_and_alone(group, tmp_path, "RobertaForSequenceClassification", 2, p=RATE)
     finally:
         dispatch.choose("auto", 1)
-    assert len(warnings_of_dropout(recwarn)) == 1
+    assert far < MOST
+    assert not warnings_of_dropout(recwarn)

@@ -109,8 +109,8 @@ OPTIMIZERS = {
 }
 
 
-def train_cell(group, make_optimizer=OPTIMIZERS["momentum"], batches=None, reducer=False, **options):
-    net = network()
+def train_cell(group, make_optimizer=OPTIMIZERS["momentum"], batches=None, reducer=False, net=None, **options):
+    net = net or network()
     dp.broadcast_parameters(net)
     loss_fn = cells.CrossEntropyLoss()
     optimizer = make_optimizer(net.trainable_params())
@@ -231,11 +231,19 @@ def test_nan_loss_of_one_rank_gives_a_warning_or_raises_on_all_ranks(group):
     poisoned[0][0] = np.nan  # rank 0's first row
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train_cell(group, batches=[batches[0], tuple(poisoned), *batches[2:]])
+        left_out = train_cell(group, batches=[batches[0], tuple(poisoned), *batches[2:]])
     (said,) = [str(w.message) for w in caught if "left out" in str(w.message)]
     assert said.startswith("the loss of a micro-batch is nan at step 1 on rank 0")
+    is_of_rank_0 = np.arange(GLOBAL_BATCH) % group.world_size == 0
+    others = [tuple(x[~is_of_rank_0] for x in batches[1])] if group.world_size > 1 else []
+    net = network()
     with pytest.raises(FloatingPointError, match="nan at step 1 on rank 0"):
-        train_cell(group, batches=[batches[0], tuple(poisoned)], leave_out_bad_losses=False)
+        train_cell(group, batches=[batches[0], tuple(poisoned)], leave_out_bad_losses=False, net=net)
+    with alone() as single:
+        # The rows of the other ranks count, and an update without any rows changes no weights.
+        assert_close(left_out, train_cell(single, batches=[batches[0], *others, *batches[2:]]))
+        before_the_error = train_cell(single, batches=batches[:1])
+    assert_close([p.asnumpy() for p in net.trainable_params()], before_the_error)
 
 
 @pytest.mark.parametrize(
@@ -286,20 +294,33 @@ def seeded_by_rank(group):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("broadcast_weights", [True, False])
-def test_train_step_broadcasts_weights_frozen_weights_and_buffers_of_rank_0(group, broadcast_weights):
+def test_train_step_broadcasts_weights_frozen_weights_and_buffers_of_rank_0(group):
     net, loss_fn = seeded_by_rank(group), cells.CrossEntropyLoss()
     optimizer = cells.SGD(net.trainable_params(), 0.1)
-    step = dp.make_train_step(
-        lambda x, y: loss_fn(net(x), y), optimizer, net.trainable_params(), broadcast_weights=broadcast_weights
-    )
-    assert replicas_in_sync(net) == (broadcast_weights or group.world_size == 1)
+    assert replicas_in_sync(net) == (group.world_size == 1)
+    step = dp.make_train_step(lambda x, y: loss_fn(net(x), y), optimizer, net.trainable_params())
+    dp.assert_replicas_in_sync(net)
     net.set_train()
-    if broadcast_weights:
-        for batch in dense_batches():
-            step(part(batch, group))
-        dp.broadcast_buffers(net)
-        dp.assert_replicas_in_sync(net)
+    for batch in dense_batches():
+        step(part(batch, group))
+    dp.broadcast_buffers(net)
+    dp.assert_replicas_in_sync(net)
+
+
+def test_train_step_warns_on_rank_0_of_several_which_model_it_found_without_model(group):
+    model = tiny_roberta(0)
+    parameters = list(model.parameters())
+
+    def warned(**options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dp.make_train_step(lambda ids: model(ids).loss, optim.SGD(parameters, lr=0.1), parameters, **options)
+        return [each for each in caught if "model= is missing, and Roberta" in str(each.message)]
+
+    found = warned()
+    assert len(found) == (group.is_main and group.world_size > 1)
+    assert all(each.filename == __file__ for each in found)
+    assert warned(model=model) == []
 
 
 def test_train_step_broadcasts_frozen_weights_of_a_mindnlp_model(group):

@@ -74,7 +74,7 @@ def loader_of(dataset, group, accumulation_steps=1, **options):
     return dp.make_loader(dataset, size, accumulation_steps, shuffle=True, seed=1, **options)
 
 
-def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False, sharded=False, **options):
+def train_for(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False, sharded=False, **options):
     """Train to the end or for ``stop_at`` updates, and return weights, losses by update, and the run."""
     model, step, loader = make(group, seed, **options)
     dp.broadcast_parameters(model)
@@ -96,11 +96,11 @@ def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False,
 @pytest.mark.parametrize("stop_at", [3, pytest.param(5, marks=pytest.mark.core), 6])
 def test_custom_loop_resumed_from_a_checkpoint_ends_with_the_same_weights(group, shared_tmp_path, make, stop_at):
     """The run stops within an epoch, at the end of one, and directly after a checkpoint."""
-    expected, all_losses, _ = go(make, shared_tmp_path / "whole", group)
+    expected, all_losses, _ = train_for(make, shared_tmp_path / "whole", group)
     assert len(all_losses) == 15
-    go(make, shared_tmp_path / "stopped", group, stop_at=stop_at, sharded=stop_at == 5)
+    train_for(make, shared_tmp_path / "stopped", group, stop_at=stop_at, sharded=stop_at == 5)
     # The resumed run has different initial weights, so all weights must come from the checkpoint.
-    mine, losses, run = go(make, shared_tmp_path / "stopped", group, seed=4, resume=True)
+    mine, losses, run = train_for(make, shared_tmp_path / "stopped", group, seed=4, resume=True)
     for one, other in zip(mine, expected):
         np.testing.assert_array_equal(one, other)
     first = stop_at - stop_at % 2 + 1
@@ -111,16 +111,16 @@ def test_custom_loop_resumed_from_a_checkpoint_ends_with_the_same_weights(group,
 
 
 def test_checkpoint_at_the_end_of_an_epoch_resumes_with_the_same_weights(group, shared_tmp_path):
-    expected, _, _ = go(cell, shared_tmp_path / "whole", group)
-    go(cell, shared_tmp_path / "stopped", group, stop_at=5, save_every=5)
-    mine, losses, _ = go(cell, shared_tmp_path / "stopped", group, resume=True)
+    expected, _, _ = train_for(cell, shared_tmp_path / "whole", group)
+    train_for(cell, shared_tmp_path / "stopped", group, stop_at=5, save_every=5)
+    mine, losses, _ = train_for(cell, shared_tmp_path / "stopped", group, resume=True)
     assert min(losses) == 6
     for one, other in zip(mine, expected):
         np.testing.assert_array_equal(one, other)
 
 
 def test_resume_continues_from_the_checkpoint_that_was_chosen_before(group, shared_tmp_path):
-    go(cell, shared_tmp_path, group, stop_at=6)
+    train_for(cell, shared_tmp_path, group, stop_at=6)
     model, step, loader = cell(group, 3)
     run = dp.FunctionalRun(shared_tmp_path, model, step, loader, keep=1)
     assert run.resume(shared_tmp_path / "checkpoint-4")
@@ -167,7 +167,7 @@ def test_updates_with_other_data_do_not_change_the_resume_position(group, shared
 
 
 def test_resume_skips_a_damaged_checkpoint(group, shared_tmp_path):
-    go(cell, shared_tmp_path, group, stop_at=4)
+    train_for(cell, shared_tmp_path, group, stop_at=4)
     if group.is_main:
         (shared_tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"half")
     group.barrier()
@@ -182,7 +182,7 @@ def test_resume_skips_a_damaged_checkpoint(group, shared_tmp_path):
 
 
 def test_resume_refuses_other_data_batch_sizes_models_and_optimizers(group, shared_tmp_path):
-    go(cell, shared_tmp_path, group, stop_at=2)
+    train_for(cell, shared_tmp_path, group, stop_at=2)
     net, step, loader = cell(group, 3)
 
     def resume(model=net, step=step, loader=loader):

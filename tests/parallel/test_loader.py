@@ -298,7 +298,11 @@ def test_a_column_missing_on_one_rank_is_named(group):
 def test_columns_with_random_values_in_some_samples_are_not_compared(group):
     """A randomly flipped image may be the same twice on one rank by chance, and differ on another rank."""
     source = Rowwise(lambda index: {"x": index, "image": np.random.default_rng().random() if index else group.rank})
-    make_loader(source, 2)
+    assert sorted(sum(union(group, rows_read(make_loader(source, 2))), [])) == list(range(len(source)))
+    if group.world_size > 1:
+        # Without the random values the image would be compared.
+        with pytest.raises(ValueError, match="sample 0 of rank 1 .* its column 'image' holds 1, rank 0's 0;"):
+            make_loader(Rowwise(lambda index: {"x": index, "image": 0 if index else group.rank}), 2)
 
 
 @pytest.mark.parametrize("sample", [(1, [2, 3]), [1], "text", Opaque()])

@@ -20,7 +20,7 @@ from sharded_models import (
     Sentences,
     acknowledged_sends,
     assert_close,
-    assert_taken_up,
+    assert_resumes_like_uninterrupted,
     crashed,
     needs_messages,
     needs_mpi,
@@ -672,7 +672,7 @@ def test_a_trainer_run_resumes_on_another_mesh(group, shared_tmp_path):
     whole = trained_by_trainer(group, meshes[0], shared_tmp_path / "whole")
     for number, (first, second) in enumerate(zip(meshes, [*meshes[1:], meshes[0]])):
         settings = {"sharded_checkpoints": number % 2 == 0, "async_save": number % 3 > 0}
-        assert_taken_up(group, first, second, shared_tmp_path / str(number), whole, **settings)
+        assert_resumes_like_uninterrupted(group, first, second, shared_tmp_path / str(number), whole, **settings)
 
 
 def test_a_custom_loop_resumes_on_another_mesh_with_the_same_evaluation(group, shared_tmp_path):

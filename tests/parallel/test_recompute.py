@@ -39,19 +39,21 @@ def assert_equal(found, expected):
 def test_recompute_does_not_change_a_bit_of_the_weights(group, kind, mesh):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
 
-    def trained(at_cutting=False, **options):
+    def trained(recompute=False, at_sharding=False):
         model = build(kind, dropout=0.1)
         if not mesh.is_data_parallel:
-            model = dp.parallelize(model, mesh, recompute=at_cutting)
-        train(model, kind, pieces_of(mesh, 2), num_updates=3, **options)
+            model = dp.parallelize(model, mesh, recompute=at_sharding)
+        if recompute:
+            dp.enable_recompute(model)
+        train(model, kind, pieces_of(mesh, 2), num_updates=3)
         # A stage may have no second layer.
-        assert any(group.all_gather_object(has_recomputed_layers(model))) == bool(at_cutting or options)
+        assert any(group.all_gather_object(has_recomputed_layers(model))) == bool(recompute or at_sharding)
         return whole_weights(model)
 
     expected = trained()
     assert_equal(trained(recompute=True), expected)
     if not mesh.is_data_parallel:
-        assert_equal(trained(at_cutting=2), expected)
+        assert_equal(trained(at_sharding=2), expected)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, pytest.param(2, marks=pytest.mark.core)])

@@ -12,10 +12,10 @@ import mindnlp_dp as dp
 from mindnlp_dp.communication.replicas import ReplicaMismatchError, replicas_in_sync
 from mindnlp_dp.report.page import render
 from mindnlp_dp.report.runs import RecordedRun
-from mindnlp_dp.text_classification.config import TaskConfig
-from mindnlp_dp.text_classification.recorder import RunRecorder
-from mindnlp_dp.text_classification.results import make_report, summary
-from mindnlp_dp.text_classification.task import TextClassificationTask
+from mindnlp_dp.text_classification.classification_config import TaskConfig
+from mindnlp_dp.text_classification.classification_recorder import RunRecorder
+from mindnlp_dp.text_classification.classification_results import make_report, summary
+from mindnlp_dp.text_classification.classification_task import TextClassificationTask
 from models import Rows, tiny_roberta, train, weights
 
 pytestmark = pytest.mark.core

@@ -267,13 +267,13 @@ def test_the_trainer_evaluates_and_predicts_full_rows_with_sequence_parallelism(
 
 @pytest.mark.core
 def test_a_run_is_resumed_on_meshes_with_and_without_sp(group, shared_tmp_path):
-    from sharded_models import assert_taken_up
+    from sharded_models import assert_resumes_like_uninterrupted
 
     meshes = {2: ["sp=2", "tp=2", "dp=2"], 4: ["dp=2,sp=2", "dp=2,tp=2", "dp=4"]}[WORLD_SIZE]
     whole = trained_by_trainer(group, meshes[0], shared_tmp_path / "whole")
     for number, (first, second) in enumerate(zip(meshes, [*meshes[1:], meshes[0]])):
         settings = {"sharded_checkpoints": number % 2 == 0, "async_save": number % 3 > 0}
-        assert_taken_up(group, first, second, shared_tmp_path / str(number), whole, **settings)
+        assert_resumes_like_uninterrupted(group, first, second, shared_tmp_path / str(number), whole, **settings)
 
 
 # What is refused, and what is seen.
@@ -308,7 +308,7 @@ def test_the_plan_check_refuses_a_wrong_sequence_parallel_plan(group):
         TensorPlan(layers, stock.per_rank_attributes, stock.sharded_dropout, stock.head),
         plan_for(build("llama")).pipeline,
     )
-    with pytest.raises(ValueError, match="failed in the check of the plan|the plan is wrong"):
+    with pytest.raises(ValueError, match=r"self_attn\.k_proj failed in the check of the plan"):
         dp.parallelize(build("llama"), make_mesh(), plan, check=rows_of([8, 8]))
     model = dp.parallelize(build("llama"), make_mesh(), check=rows_of([9, 7]))
     assert model.parallel is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import doctest
 import importlib
 import importlib.util
 import inspect
@@ -17,8 +18,8 @@ import yaml
 import mindnlp_dp as dp
 from mindnlp_dp import optim
 from mindnlp_dp.finetuning.settings import ParallelConfig, RunConfig
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
-from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
+from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig, TaskConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, DOCS = ROOT / "mindnlp_dp", ROOT / "docs"
@@ -74,6 +75,33 @@ def test_chinese_pages_have_the_headings_code_and_links_of_the_english_ones(page
     assert sorted(links[0]) == sorted(links[1])
 
 
+# --- course.md ---
+
+
+def test_examples_on_the_course_page_give_what_the_page_shows():
+    blocks = re.findall(r"^```pycon\n(.*?)^```", read(DOCS / "course.md"), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    for number, block in enumerate(blocks):
+        said = []
+        example = doctest.DocTestParser().get_doctest(block, {}, f"course.md, block {number}", "course.md", 0)
+        result = doctest.DocTestRunner().run(example, out=said.append)
+        assert result.failed == 0, "".join(said)
+
+
+def test_commands_on_the_course_page_explain_the_algorithms():
+    """Run each --explain of the page; its last lines have what the page says of the traffic."""
+    names = re.findall(r"algorithms\.py --explain (\w+) --nproc 4", read(DOCS / "course.md"))
+    assert sorted(names) == ["data_parallel", "parameter_server", "reduce_broadcast", "ring"]
+    sys.path.insert(0, str(ROOT / "homework"))
+    try:
+        explain = importlib.import_module("theory.explain").explain
+    finally:
+        sys.path.remove(str(ROOT / "homework"))
+    for name in names:
+        sent = re.findall(r"rank \d sent \d messages, (\S+) times", explain(name, 4))
+        assert sent == (["1.50"] * 4 if name == "ring" else ["3.00", "1.00", "1.00", "1.00"]), name
+
+
 # --- arguments.md and api.md ---
 
 
@@ -92,7 +120,7 @@ def test_the_table_of_arguments_matches_the_dataclass():
     kind = dp.DataParallelArguments.__base__
     inherited = {field.name for field in dataclasses.fields(kind.__base__)}
     expected = [(f.name, f.default, f.metadata["help"]) for f in dataclasses.fields(kind) if f.name not in inherited]
-    rows = hooks().settings(PACKAGE / "training" / "trainer" / "arguments.py", kind.__name__)
+    rows = hooks().settings(PACKAGE / "training" / "trainer" / "base_arguments.py", kind.__name__)
     assert len(rows) > 5
     assert [(name, default, meaning) for name, _, default, meaning in rows] == expected
 
@@ -131,27 +159,48 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(nav) == sorted(page.relative_to(DOCS).as_posix() for page in english)
 
 
-# --- benchmarks.md ---
+def first_paragraph(page):
+    return read(page).split("\n\n")[1].replace("\n", " ")
 
 
-def test_measured_numbers_are_only_on_the_benchmarks_page():
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_each_page_begins_with_the_question_that_it_answers(page):
+    """The landing page and the tutorials begin with what the package, or the reader, does."""
+    if page.name not in ("index.md", "index.zh.md"):
+        assert {"?", "\uff1f"} & set(first_paragraph(page)), first_paragraph(page)
+
+
+@pytest.mark.parametrize("page", ["launching.md", *sorted(page.name for page in DOCS.glob("benchmarks*.md"))])
+def test_pages_that_were_split_stay_below_250_lines(page):
+    assert len(read(DOCS / page).splitlines()) <= 250
+
+
+# --- benchmarks.md and its parts ---
+
+BENCHMARKS = sorted(DOCS.glob("benchmarks*.md"))
+
+
+def test_measured_numbers_are_only_on_the_benchmarks_pages():
     """Keep a changed number to one edit. Numbers of two digits are skipped: they may be versions, for example."""
 
     def decimals(text):
         return {number for number in re.findall(r"(?<![\w.,-])\d[\d,]*\.\d+(?![\w.])", text) if len(number) > 3}
 
-    measured = decimals(read(DOCS / "benchmarks.md"))
+    measured = decimals("\n".join(map(read, BENCHMARKS)))
     assert len(measured) > 80
     others = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    others += [page for page in DOCS.glob("*.md") if page.name != "benchmarks.md"]
-    # The numbers that a plan or an estimate prints are computed, not measured.
-    computed = re.compile(r"^```(\nmodel |console\n\$ mindnlp-dp estimate ).*?^```$", re.M | re.S)
+    others += [page for page in DOCS.glob("*.md") if page not in BENCHMARKS]
+    # The numbers that a plan, an estimate or an example prints are computed, not measured.
+    computed = re.compile(r"^```(\nmodel |console\n\$ mindnlp-dp estimate |pycon\n).*?^```$", re.M | re.S)
     texts = {page.name: computed.sub("", read(page)) for page in others}
     assert {name: both for name, text in texts.items() if (both := decimals(text) & measured)} == {}
 
 
-def test_every_section_of_measurements_names_its_command():
-    for section in re.split(r"^## ", read(DOCS / "benchmarks.md"), flags=re.MULTILINE)[1:]:
+@pytest.mark.parametrize("page", BENCHMARKS, ids=lambda page: page.name)
+def test_every_section_of_measurements_names_its_command(page):
+    sections = re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]
+    assert sections
+    for section in sections:
         assert re.search(r"(?:benchmarks|scripts|tests)/\w+|bench_\w+\.(?:py|sh)", section), section.splitlines()[0]
 
 
@@ -169,7 +218,17 @@ def test_refused_and_ineffective_settings_are_documented():
 # --- troubleshooting.md ---
 
 
-def test_documented_error_messages_exist_in_the_source():
+def test_chinese_error_messages_are_those_of_the_english_page():
+    pages = [re.findall(r"^\| ``(.+?)`` \|", read(DOCS / name), re.M) for name in ("messages.md", "messages.zh.md")]
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize(
+    ("page", "row", "least"),
+    [("troubleshooting.md", r"\| ``(.+?)`` \|$", 10), ("messages.md", r"^\| ``(.+?)`` \|", 80)],
+    ids=["troubleshooting", "messages"],
+)
+def test_documented_error_messages_exist_in_the_source(page, row, least):
     """Match each message in the table to an f-string whose constant text is more than a third of the message."""
     templates = []
     for path in PACKAGE.rglob("*.py"):
@@ -181,11 +240,14 @@ def test_documented_error_messages_exist_in_the_source():
             if sum(map(len, words)) > 20:
                 pattern = "".join(re.escape(part.value) if isinstance(part, ast.Constant) else ".*" for part in parts)
                 templates.append((sum(map(len, words)), re.compile(pattern, re.DOTALL)))
-    messages = re.findall(r"\| ``(.+?)`` \|$", read(DOCS / "troubleshooting.md"), re.MULTILINE)
-    assert len(messages) > 10
-    for message in messages:
+    messages = [message.replace("\\|", "|") for message in re.findall(row, read(DOCS / page), re.MULTILINE)]
+    assert len(messages) > least
+
+    def is_known(message):
         found = [length for length, template in templates if template.search(message)]
-        assert max(found, default=0) > len(message) / 3, message
+        return max(found, default=0) > len(message) / 3
+
+    assert [message for message in messages if not is_known(message)] == []
 
 
 def test_documented_messages_of_mpi_and_mindspore_exist_in_their_libraries():

@@ -18,14 +18,14 @@ ASKED = [Requirement("mindspore>=2.5.0,<2.9.0"), Requirement("numpy<2"), Require
 FITTING = {"mindspore": "2.8.0", "numpy": "1.26.4", "mpi4py": "4.1.2"}
 
 
-def to_mend(findings):
+def problems_of(findings):
     return {finding.what: finding.advice for finding in findings if finding.advice}
 
 
 def test_supported_versions_are_reported_without_problems():
     findings = list(doctor.check_installed(ASKED, FITTING))
     assert [finding.what for finding in findings] == ["mindspore 2.8.0", "numpy 1.26.4", "mpi4py 4.1.2"]
-    assert not to_mend(findings)
+    assert not problems_of(findings)
 
 
 @pytest.mark.core
@@ -44,13 +44,13 @@ def test_supported_versions_are_reported_without_problems():
 )  # fmt: skip
 def test_missing_or_unsupported_versions_are_reported_with_a_pip_command(installed, what, advice):
     have = {name: version for name, version in {**FITTING, **installed}.items() if version is not None}
-    assert to_mend(doctor.check_installed(ASKED, have)) == {what: advice}
+    assert problems_of(doctor.check_installed(ASKED, have)) == {what: advice}
 
 
 def test_versions_newer_than_the_tested_ones_are_reported():
     asked = [Requirement("mindspore>=2.7.0"), Requirement("mindnlp==0.4.1")]
     findings = list(doctor.check_installed(asked, {"mindspore": "2.12.0", "mindnlp": "0.4.1"}))
-    assert not to_mend(findings)
+    assert not problems_of(findings)
     assert "MindSpore 2.12.0 is newer than the tested versions" in findings[-1].what
     assert len(list(doctor.check_installed(asked, {"mindspore": "2.10.0", "mindnlp": "0.4.1"}))) == 2
 
@@ -61,20 +61,20 @@ def test_the_doctor_runs_checks_in_the_parent_folder_of_the_package():
 
 
 def test_a_package_that_is_not_installed_is_reported():
-    assert to_mend(doctor.check_installed([], {})) == {
+    assert problems_of(doctor.check_installed([], {})) == {
         "mindnlp-dp itself is not installed": "pip install -e . in its folder"
     }
 
 
 def test_stale_environment_variables_of_an_earlier_job_are_reported(monkeypatch):
     stale = {"MS_ROLE": "MS_WORKER", "MS_SCHED_PORT": "8118", "HOME": "/root"}
-    found = to_mend(doctor.check_environment(stale))
+    found = problems_of(doctor.check_environment(stale))
     assert found["an earlier job left MS_ROLE, MS_SCHED_PORT in this shell"] == "unset MS_ROLE MS_SCHED_PORT"
 
 
 def test_a_missing_mpirun_is_reported_and_mpi_is_not_tried(monkeypatch):
     monkeypatch.setattr(doctor, "find_mpirun", lambda: None)
-    assert to_mend(doctor.check_environment({}))["mpirun was not found"] == 'pip install "mindnlp-dp[mpi]"'
+    assert problems_of(doctor.check_environment({}))["mpirun was not found"] == 'pip install "mindnlp-dp[mpi]"'
     monkeypatch.setattr(doctor, "_try_backend", lambda backend, *_: doctor.Finding(f"{backend} works"))
     tried = [finding.what for finding in doctor.check_backends({}, can_import=True)]
     assert tried == ["mpi: not tested, because mpirun is missing", "mindspore works"]
@@ -87,12 +87,12 @@ def test_a_port_in_use_is_reported(monkeypatch):
         server.bind(("127.0.0.1", 0))
         server.listen()
         monkeypatch.setattr(doctor, "MSRUN_PORT", server.getsockname()[1])
-        found = to_mend(doctor.check_environment({}))
+        found = problems_of(doctor.check_environment({}))
     assert any(what.endswith("is in use") and "MASTER_PORT=" in advice for what, advice in found.items())
 
 
 def test_an_unsupported_python_version_is_reported():
-    assert "make an environment with Python 3.9 to 3.12" in to_mend(doctor.check_machine((3, 13), {})).values()
+    assert "make an environment with Python 3.9 to 3.12" in problems_of(doctor.check_machine((3, 13), {})).values()
 
 
 def test_the_doctor_works_with_a_broken_mindspore_and_mindnlp(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindnlp_dp.data.batches import streams_of
-from mindnlp_dp.kernels import dropout
+from mindnlp_dp.dropout import dropout_masks
 from mindnlp_dp.runtime.random_state import MaskRecord, SampleShard, SampleStreams, ShardOf, seeded, shared_by_samples
 
 # Samples, tokens, features, heads, choices and batches end to end; letters without a space are one dimension.
@@ -26,7 +26,7 @@ def sample_masks(shape, positions, *, lengths=(), choices=(), starts=None, shard
         key[0], np.array(positions), frozenset(lengths), frozenset(choices), starts or {}, shard=shard
     )
     with seeded(1, streams):
-        return dropout.dropout_mask(shape, p, (0, key[1])).reshape(shape)
+        return dropout_masks.dropout_mask(shape, p, (0, key[1])).reshape(shape)
 
 
 def masks_by_sample(layout, positions, length, starts=None):
@@ -140,29 +140,31 @@ def test_dropout_in_a_training_step_draws_masks_per_sample():
     """Several rows per sample belong to it, one row is for all, and other numbers of rows are drawn per rank."""
     streams = SampleStreams(5, np.array([2, 0]), frozenset([3]))
     with seeded(1, streams):
-        several, shared = (dropout.dropout_mask(shape, 0.5, (9, call)) for call, shape in ((3, (6, 40)), (4, (1, 40))))
+        several, shared = (
+            dropout_masks.dropout_mask(shape, 0.5, (9, call)) for call, shape in ((3, (6, 40)), (4, (1, 40)))
+        )
         assert not streams.record.doubt
-        other = dropout.dropout_mask((5, 40), 0.5, (9, 3))
+        other = dropout_masks.dropout_mask((5, 40), 0.5, (9, 3))
     assert streams.record.doubt.startswith("a tensor of shape (5, 40) does not have rows for 2 samples")
-    np.testing.assert_array_equal(other, dropout.keep_mask(200, 0.5, (9, 3)))
+    np.testing.assert_array_equal(other, dropout_masks.keep_mask(200, 0.5, (9, 3)))
     with seeded(2, SampleStreams(5, np.array([0, 1, 2]), frozenset([3]))):
-        whole = dropout.dropout_mask((9, 40), 0.5, (8, 3)).reshape(3, -1)
-        np.testing.assert_array_equal(dropout.dropout_mask((1, 40), 0.5, (8, 4)), shared)
+        whole = dropout_masks.dropout_mask((9, 40), 0.5, (8, 3)).reshape(3, -1)
+        np.testing.assert_array_equal(dropout_masks.dropout_mask((1, 40), 0.5, (8, 4)), shared)
     np.testing.assert_array_equal(several.reshape(2, -1), whole[[2, 0]])
     for shape in ((), (0, 40), (2, 0)):
         with seeded(1, SampleStreams(5, np.array([2, 0]))):
-            assert dropout.dropout_mask(shape, 0.5, (9, 3)).size == math.prod(shape)
+            assert dropout_masks.dropout_mask(shape, 0.5, (9, 3)).size == math.prod(shape)
 
 
 def test_a_position_table_has_one_dropout_mask_for_all_samples():
     """Tables with a row per token by their shape; others, such as DeBERTa's, in a block that says so."""
     with seeded(1, SampleStreams(5, np.array([2, 0]), frozenset([6]))):
-        table = dropout.dropout_mask((6, 40), 0.5, (9, 3))
+        table = dropout_masks.dropout_mask((6, 40), 0.5, (9, 3))
     for positions in ([0, 1, 2], [4]):
         with seeded(1, SampleStreams(5, np.array(positions), frozenset([6]))), shared_by_samples():
-            np.testing.assert_array_equal(dropout.dropout_mask((6, 40), 0.5, (9, 3)), table)
+            np.testing.assert_array_equal(dropout_masks.dropout_mask((6, 40), 0.5, (9, 3)), table)
     with shared_by_samples():
-        assert dropout.dropout_mask((6, 40), 0.5, (9, 3)).size == 240
+        assert dropout_masks.dropout_mask((6, 40), 0.5, (9, 3)).size == 240
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_a_dropout_mask_that_depends_on_other_samples_is_recorded(first, second,
     record = MaskRecord()
     for shape, length in ((first, 8), (second, 9)):
         with seeded(1, SampleStreams(5, np.arange(4), frozenset([length]), record=record)):
-            dropout.dropout_mask(shape, 0.5, (9, len(shape) if first == (8, 9, 6) else 3))
+            dropout_masks.dropout_mask(shape, 0.5, (9, len(shape) if first == (8, 9, 6) else 3))
     assert doubt in record.doubt
     assert bool(doubt) == bool(record.doubt)
 

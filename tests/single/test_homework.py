@@ -14,7 +14,7 @@ import threading
 import pytest
 
 from mindnlp_dp.finetuning.settings import InputError, parse_config, read_config_file
-from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig, TaskConfig
 
 
 @pytest.fixture

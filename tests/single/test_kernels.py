@@ -27,11 +27,13 @@ from mindnlp.transformers.models.qwen2 import modeling_qwen2
 from mindspore import Tensor
 
 import mindnlp_dp as dp
-from mindnlp_dp.kernels import activations, dispatch, dropout, functions, matmul, memory_pool, onednn, workers
+from mindnlp_dp.dropout import dropout_masks
+from mindnlp_dp.kernels import activations, dispatch, functions, masked, matmul, memory_pool, onednn, workers
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
 from mindnlp_dp.parallel.tensor_parallel.layers import add_bias
+from mindnlp_dp.runtime.random_state import SampleStreams, seeded
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +101,8 @@ def cross_entropy_formula(reduction="mean", classes=CLASSES):
     own = Tensor(np.maximum(classes, 0)[:, None])
 
     def formula(x):
-        centred = x - Tensor(x.asnumpy().max(1, keepdims=True))
-        losses = (ops.log(ops.exp(centred).sum(1)) - mindspore.ops.gather_elements(centred, 1, own)[:, 0]) * counts
+        centered = x - Tensor(x.asnumpy().max(1, keepdims=True))
+        losses = (ops.log(ops.exp(centered).sum(1)) - mindspore.ops.gather_elements(centered, 1, own)[:, 0]) * counts
         return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / float(counts.sum().asnumpy())}[reduction]
 
     return formula
@@ -109,8 +111,8 @@ def cross_entropy_formula(reduction="mean", classes=CLASSES):
 def norm_formula(*shape, epsilon=1e-5):
     def formula(x, weight=None, bias=None):
         axes = tuple(range(-len(shape), 0))
-        centred = x - x.mean(axes, keep_dims=True)
-        normal = centred / ops.sqrt((centred * centred).mean(axes, keep_dims=True) + epsilon)
+        centered = x - x.mean(axes, keep_dims=True)
+        normal = centered / ops.sqrt((centered * centered).mean(axes, keep_dims=True) + epsilon)
         return normal if weight is None else normal * weight + bias
 
     return formula
@@ -390,18 +392,18 @@ def test_kernels_are_bitwise_equal_on_any_number_of_cores(num_cores):
     x, w, bias = numbers(1300, 1001), numbers(1536, 1001), numbers(1536)
     heads = numbers(8, 12, 40, 32)
     long = numbers(2, 3, 200, 64)
-    keep = dropout.keep_mask(x.size, 0.1, (1, 2))
+    keep = dropout_masks.keep_mask(x.size, 0.1, (1, 2))
 
     def all_of_them():
         y = matmul.product(x, w.T, bias)
-        z, statistics = normalize(y, bias, bias, 1e-5, centred=True)
+        z, statistics = normalize(y, bias, bias, 1e-5, centered=True)
         activated = {name: activations.forward(name, y, True) for name in onednn.ACTIVATIONS}
         return [
-            y, z, *normalize_backward(y, z, bias, statistics, centred=True),
+            y, z, *normalize_backward(y, z, bias, statistics, centered=True),
             *(out for out, _ in activated.values()),
             *(activations.backward(name, z, y, slope) for name, (_, slope) in activated.items()),
             softmax_of_rows(y), softmax_backward(z, softmax_of_rows(y)),
-            matmul.product(y.T, x), matmul.product(y, w), dropout.masked(x, keep, 1.25),
+            matmul.product(y.T, x), matmul.product(y, w), masked.masked(x, keep, 1.25),
             matmul.matmul(heads, heads.swapaxes(-1, -2)), matmul.matmul(long, long.swapaxes(-1, -2)),
         ]  # fmt: skip
 
@@ -612,12 +614,12 @@ class TestNorms:
         x = (numbers(40, columns) + mean).astype(np.float32)
         x = np.asfortranarray(x) if turned else x
         weight, g = np.ones(columns, np.float32), numbers(40, columns, seed=1)
-        out, statistics = normalize(x, weight, None, 1e-5, centred=True)
-        of_x, of_weight, _ = normalize_backward(g, x, weight, statistics, centred=True)
+        out, statistics = normalize(x, weight, None, 1e-5, centered=True)
+        of_x, of_weight, _ = normalize_backward(g, x, weight, statistics, centered=True)
         wide = x.astype(np.float64)
-        centred = wide - wide.mean(1, keepdims=True)
-        scale = 1 / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5)
-        normal = centred * scale
+        centered = wide - wide.mean(1, keepdims=True)
+        scale = 1 / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5)
+        normal = centered * scale
         assert distance(out, normal) < 1e-6
         assert distance(of_weight, (g * normal).sum(0)) < 2e-6
         expected = scale * (g - g.mean(1, keepdims=True) - normal * (g * normal).mean(1, keepdims=True))
@@ -626,11 +628,11 @@ class TestNorms:
     @pytest.mark.parametrize("scale", [1e18, 1e19, 3e30])
     def test_layer_norm_is_finite_when_squares_overflow(self, scale):
         x, weight = numbers(5, 768, scale=scale), np.ones(768, np.float32)
-        out, statistics = normalize(x, weight, None, 1e-5, centred=True)
+        out, statistics = normalize(x, weight, None, 1e-5, centered=True)
         wide = x.astype(np.float64)
         expected = (wide - wide.mean(1, keepdims=True)) / wide.std(1, keepdims=True)
         assert distance(out, expected) < 1e-6
-        of_x, *_ = normalize_backward(numbers(5, 768, seed=1), x, weight, statistics, centred=True)
+        of_x, *_ = normalize_backward(numbers(5, 768, seed=1), x, weight, statistics, centered=True)
         assert np.isfinite(of_x).all()
 
 
@@ -684,18 +686,18 @@ class TestDropout:
     @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.9999])
     def test_dropout_drops_the_fraction_p(self, p):
         size = 4_000_000
-        dropped = size - np.count_nonzero(dropout.keep_mask(size, p, (3, 4)))
+        dropped = size - np.count_nonzero(dropout_masks.keep_mask(size, p, (3, 4)))
         assert abs(dropped - p * size) < 5 * np.sqrt(size * p * (1 - p))
 
     @pytest.mark.parametrize("p", [0.1, 1 / 256, 0.5, 255.5 / 256])
     def test_adjacent_elements_are_dropped_independently(self, p):
-        keep = dropout.keep_mask(1_000_000, p, (5, 6)) - (1 - p)
+        keep = dropout_masks.keep_mask(1_000_000, p, (5, 6)) - (1 - p)
         for shift in (1, 2, 8, 16, 384):
             correlation = np.mean(keep[:-shift] * keep[shift:]) / (p * (1 - p))
             assert abs(correlation) < 5 / 1000
 
     def test_dropout_drops_all_with_p_1_and_nothing_with_p_0(self):
-        assert not dropout.keep_mask(1000, 1.0, (1, 1)).any()
+        assert not dropout_masks.keep_mask(1000, 1.0, (1, 1)).any()
         x = Tensor(numbers(4, 30))
         assert not F.dropout(x, 1.0).asnumpy().any()
         assert F.dropout(x, 0.0) is x
@@ -759,6 +761,23 @@ class TestDropout:
         recomputed = Net()
         recomputed.recompute()
         np.testing.assert_array_equal(gradient(recomputed), gradient(Net()))
+
+
+@pytest.mark.parametrize("dtype", [mindspore.float32, mindspore.float16])
+@pytest.mark.parametrize("layer", [lambda x: F.dropout(x, 0.25), mindspore.nn.Dropout(p=0.25).set_train()])
+def test_dropout_of_a_training_step_has_the_masks_of_our_kernels_with_those_of_mindspore(layer, dtype):
+    x = np.random.default_rng(3).standard_normal((3, 5, 8)).astype(np.float32)
+    found = []
+    for choice in ("auto", "mindspore"):
+        dispatch.choose(choice, 1)
+        of_type = mindspore.float32 if choice == "auto" else dtype
+        with seeded(7, SampleStreams(11, np.array([4, 0, 2]), frozenset([5]))):
+            y, gradient = mindspore.value_and_grad(layer)(Tensor(x).astype(of_type))
+        assert y.dtype == gradient.dtype == of_type
+        found.append([y.astype(mindspore.float32).asnumpy(), gradient.astype(mindspore.float32).asnumpy()])
+    (y, gradient), others = found
+    assert 0 < np.count_nonzero(gradient == 0) < x.size
+    np.testing.assert_allclose(others, [y, gradient], rtol=0 if dtype == mindspore.float32 else 1e-3)
 
 
 class TestMemory:

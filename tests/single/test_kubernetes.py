@@ -24,7 +24,7 @@ from mindnlp_dp.commands import main
 from mindnlp_dp.finetuning.settings import parse_config
 from mindnlp_dp.launch.errors import LaunchError, LeaderLostError
 from mindnlp_dp.launch.processes.spawn import DEVICE_GRACE_SECONDS, GRACE_SECONDS
-from mindnlp_dp.text_classification.config import FinetuneConfig
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = ROOT / "scripts" / "kubernetes"

@@ -15,11 +15,11 @@ import mindnlp_dp as dp
 from mindnlp_dp.finetuning.settings import InputError, parse_config
 from mindnlp_dp.finetuning.tokenizers import encoded_text
 from mindnlp_dp.language_modeling import templates
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import Conversation, Message, read_conversations, topics_of_python
+from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
+from mindnlp_dp.language_modeling.language_modeling_task import build_model, prepare_task, read_splits
 from mindnlp_dp.language_modeling.rows import Collator, TokenRows, pack
-from mindnlp_dp.language_modeling.task import build_model, prepare_task, read_splits
-from mindnlp_dp.language_modeling.tokenization import encode, encode_documents, train_tokenizer
+from mindnlp_dp.language_modeling.tokenize_conversations import encode, encode_documents, train_tokenizer
 
 CHAT = Conversation((
     Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4"),
@@ -357,7 +357,7 @@ def test_short_max_length_unknown_lora_targets_and_missing_models_are_refused(tm
 
 @needs_0_4
 def test_a_language_model_is_trained_and_lora_continues_from_it(tmp_path, monkeypatch, capsys):
-    from mindnlp_dp.language_modeling.finetune import main
+    from mindnlp_dp.language_modeling.finetune_language_model import main
 
     def run(*flags):
         sizes = ["--max-length", "48", "--hidden-size", "32", "--num-layers", "2", "--intermediate-size", "64"]

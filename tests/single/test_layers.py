@@ -21,7 +21,7 @@ NAMED_FROM_BELOW = {
     "mindnlp_dp.communication.transports.mindspore.scheduler",
     "mindnlp_dp.launch.rendezvous.remote_shell",
     "mindnlp_dp.launch.processes.worker",
-    "mindnlp_dp.text_classification.finetune",
+    "mindnlp_dp.text_classification.finetune_classifier",
 }
 
 

@@ -12,7 +12,7 @@ import tokenizer_kinds
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.conversations import read_conversations
-from mindnlp_dp.language_modeling.tokenization import encode, train_tokenizer
+from mindnlp_dp.language_modeling.tokenize_conversations import encode, train_tokenizer
 
 
 def counted(conversation, template):

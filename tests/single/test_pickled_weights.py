@@ -153,7 +153,7 @@ def test_model_names_folders_without_weights_and_trusted_files_are_accepted(tmp_
 
 RECIPE = """
 import sys
-from mindnlp_dp.{package}.finetune import main
+from mindnlp_dp.{module} import main
 try:
     main()
 except SystemExit as end:
@@ -161,11 +161,13 @@ except SystemExit as end:
 """
 
 
-@pytest.mark.parametrize("package", ["text_classification", "language_modeling"])
-def test_recipes_refuse_pickled_weights_before_importing_mindspore(saved, tmp_path, package):
+@pytest.mark.parametrize(
+    "module", ["text_classification.finetune_classifier", "language_modeling.finetune_language_model"]
+)
+def test_recipes_refuse_pickled_weights_before_importing_mindspore(saved, tmp_path, module):
     folder = folder_of("bin", saved, tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", RECIPE.format(package=package), "--model", str(folder), "--output-dir", str(tmp_path)],
+        [sys.executable, "-c", RECIPE.format(module=module), "--model", str(folder), "--output-dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.stdout.startswith(f"error: the model {folder} is not loaded: {folder / 'pytorch_model.bin'} is not")

@@ -24,7 +24,7 @@ from mindnlp_dp.planner.profiles.cluster_profile import all_gather, all_to_all
 from mindnlp_dp.planner.profiles.model_profiles import model_names
 from mindnlp_dp.planner.profiles.operator_graph import cluster_layers, crossing
 from mindnlp_dp.report.plan_table import as_dict, launch_command, text_of
-from mindnlp_dp.text_classification.config import FinetuneConfig
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig
 from mindnlp_dp.text_classification.planned import read_plan
 
 CLUSTER = {

@@ -10,8 +10,8 @@ from mindspore import Tensor
 
 import mindnlp_dp as dp  # noqa: F401  (its patches come before MindNLP)
 from mindnlp_dp.finetuning.settings import InputError
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import read_preferences
+from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.preferences import log_probabilities, preference_loss
 from mindnlp_dp.language_modeling.rows import PairCollator, TokenRows
 

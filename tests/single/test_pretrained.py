@@ -16,9 +16,9 @@ from mindnlp.engine.utils import set_seed
 import mindnlp_dp as dp
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.finetuning.tokenizers import load_tokenizer
-from mindnlp_dp.text_classification.config import FinetuneConfig
-from mindnlp_dp.text_classification.pretrained import encode, load_classifier
-from mindnlp_dp.text_classification.task import as_dataset, build_model, prepare_task, save_tokenizer
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig
+from mindnlp_dp.text_classification.classification_task import as_dataset, build_model, prepare_task, save_tokenizer
+from mindnlp_dp.text_classification.pretrained_classifier import encode, load_classifier
 
 
 @pytest.fixture(scope="module")

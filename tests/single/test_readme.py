@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mindnlp_dp as dp
-from mindnlp_dp.text_classification.config import FinetuneConfig
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 READMES = ["README.md", "README.zh.md"]

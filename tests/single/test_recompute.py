@@ -289,17 +289,11 @@ def test_recompute_applies_to_every_model_of_a_loss():
     one, other = tiny_roberta(num_layers=1, dropout=0.1), tiny_roberta(seed=1, num_layers=1, dropout=0.1)
     parameters = [*one.parameters(), *other.parameters()]
     calls = [count_forwards(model.roberta.encoder.layer[0]) for model in (one, other)]
-    step = dp.make_train_step(
-        lambda **x: one(**x)[0] + other(**x)[0], optim.SGD(parameters, lr=0.1), parameters, recompute=True
-    )
+    for model in (one, other):
+        dp.enable_recompute(model)
+    step = dp.make_train_step(lambda **x: one(**x)[0] + other(**x)[0], optim.SGD(parameters, lr=0.1), parameters)
     step(inputs())
     assert list(map(len, calls)) == [2, 2]
-    held = {"model": one}
-    parameters = list(one.parameters())
-    options = lambda: (lambda **x: held["model"](**x)[0], optim.SGD(parameters, lr=0.1), parameters)  # noqa: E731
-    with pytest.raises(ValueError, match="recompute needs the model, which is not found from forward_fn; pass model="):
-        dp.make_train_step(*options(), recompute=True)
-    dp.make_train_step(*options(), recompute=True, model=one)
 
 
 def test_recompute_works_after_sync_batch_norm_replaces_a_layer():
@@ -439,19 +433,20 @@ def test_recompute_of_cells_replays_batch_norm_and_numpy_random_numbers(kernels)
     def trained(recompute):
         mindspore.set_seed(3)
         net = Net().set_train()
+        dp.enable_recompute(net, recompute)
         parameters = net.trainable_params()
-        step = dp.make_train_step(net, cells.SGD(parameters, 0.1), parameters, recompute=recompute)
+        step = dp.make_train_step(net, cells.SGD(parameters, 0.1), parameters)
         for number in range(3):
             step((mindspore.Tensor(np.random.default_rng(number).standard_normal((8, 16)).astype(np.float32)),))
         return [p.asnumpy() for p in net.get_parameters()]
 
     expected = trained(False)
     assert_equal(trained(True), expected)
-    with pytest.raises(ValueError, match="recompute is for PyNative mode"):
-        net = Net()
-        dp.make_train_step(
-            net, cells.SGD(net.trainable_params(), 0.1), net.trainable_params(), jit=True, recompute=True
-        )
+    net = Net()
+    dp.enable_recompute(net)
+    for forward_fn in (net, lambda x: 2 * net(x)):
+        with pytest.raises(ValueError, match="enable_recompute is for PyNative mode"):
+            dp.make_train_step(forward_fn, cells.SGD(net.trainable_params(), 0.1), net.trainable_params(), jit=True)
 
 
 def test_gradient_checkpointing_of_the_trainer_keeps_the_weights(tmp_path):

@@ -1,4 +1,4 @@
-"""Test that scripts/release.py builds packages that an index can show, and refuses a tree that is not ready."""
+"""Test packages, container files and the release script, which refuses a tree that is not ready."""
 
 from __future__ import annotations
 
@@ -112,3 +112,25 @@ def test_the_citation_has_the_version_and_the_repository():
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {__version__}\n" in citation
     assert f"\nrepository-code: {REPOSITORY}\n" in citation
+
+
+CONTAINERS = sorted((ROOT / "scripts" / "containers").glob("*.Dockerfile"))
+
+
+@pytest.mark.parametrize("dockerfile", CONTAINERS, ids=lambda path: path.stem)
+def test_dockerfiles_copy_what_the_wheel_needs_and_name_existing_files_and_extras(dockerfile):
+    text = dockerfile.read_text(encoding="utf-8").replace("\\\n", " ")
+    copied = {
+        source
+        for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE)
+        for source in [word for word in line.split() if not word.startswith("--")][:-1]
+    }
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "mindnlp_dp"} <= copied
+    allowed = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    for name in copied:
+        assert (ROOT / name).exists(), name
+        assert f"!{name}" in allowed
+    (extras,) = re.findall(r'"\.\[([\w,]+)\]"', text)
+    assert set(extras.split(",")) <= set(re.findall(r'^    "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE))
+    for name in re.findall(r"(?:scripts|configs)/[\w/.]+\.(?:py|yaml|Dockerfile)", text):
+        assert (ROOT / name).exists(), name

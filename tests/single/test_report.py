@@ -13,7 +13,7 @@ import pytest
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.report.page import render
 from mindnlp_dp.report.runs import RecordedRun, read_runs, speed_up
-from mindnlp_dp.text_classification.recorder import RunRecorder, most_confused
+from mindnlp_dp.text_classification.classification_recorder import RunRecorder, most_confused
 
 
 def report_of(world_size=1, rate=100.0, accuracy=0.5, timed=True, **more):

@@ -14,22 +14,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindnlp_dp.finetuning.arguments import chosen, held_out
 from mindnlp_dp.finetuning.files import read_rows
 from mindnlp_dp.finetuning.progress import log_line
+from mindnlp_dp.finetuning.recipe_arguments import chosen, held_out
 from mindnlp_dp.finetuning.settings import InputError, parse_config
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
+from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
 from mindnlp_dp.runtime.atomic_write import atomic_write
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig
+from mindnlp_dp.text_classification.classification_recorder import class_scores
+from mindnlp_dp.text_classification.classification_results import summary, write_results
+from mindnlp_dp.text_classification.classification_task import prepare_task, read_splits
+from mindnlp_dp.text_classification.classification_trainer import trimmed
 from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
-from mindnlp_dp.text_classification.config import FinetuneConfig
 from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples, texts_of
 from mindnlp_dp.text_classification.hub import load_examples
 from mindnlp_dp.text_classification.predictions import write_predictions
-from mindnlp_dp.text_classification.recorder import class_scores
-from mindnlp_dp.text_classification.results import summary, write_results
-from mindnlp_dp.text_classification.task import prepare_task, read_splits
-from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
-from mindnlp_dp.text_classification.trainer import trimmed
+from mindnlp_dp.text_classification.tokenize_texts import BOS, EOS, PAD, encode, train_tokenizer
 
 
 def write(path, text):
@@ -153,6 +153,8 @@ def test_forms_of_files_that_are_read(tmp_path):
     Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
     files = {
         "semicolons.csv": "text;label\r\none, two;x\r\nthree;y\r\n",
+        "excel.csv": "sep=;\r\ntext;label\r\none, two;x\r\nthree;y\r\n",
+        "excel.tsv": '\ufeff"sep=\t"\r\ntext\tlabel\r\none, two\tx\r\nthree\ty\r\n',
         "utf16.tsv": "text\tlabel\none, two\tx\nthree\ty\n".encode("utf-16"),
         "utf16.json": json.dumps(rows).encode("utf-16"),
         "unnamed.csv": ',text,label,\n0,"one, two",x,\n1,three,y,\n',

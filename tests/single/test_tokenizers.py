@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
-from mindnlp_dp.language_modeling.tokenization import add_control_tokens
+from mindnlp_dp.language_modeling.tokenize_conversations import add_control_tokens
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
 TEXTS = tokenizer_kinds.texts()

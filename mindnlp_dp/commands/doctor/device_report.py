@@ -139,7 +139,7 @@ class Jobs:
     def recipe(self, name: str, *flags: str) -> list[str]:
         """Return the module and arguments of the recipe, whose results go to the folder ``name``."""
         data = ["--train-file", "train.csv", "--test-file", "test.csv"]
-        return ["mindnlp_dp.text_classification.finetune", *data, *RECIPE, "--output-dir", name, *flags]
+        return ["mindnlp_dp.text_classification.finetune_classifier", *data, *RECIPE, "--output-dir", name, *flags]
 
     def train(self, name: str, num_ranks: int, *flags: str) -> Mapping[str, Any]:
         """Run the recipe and return its report; the same run is not repeated."""

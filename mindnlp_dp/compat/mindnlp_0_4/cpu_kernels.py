@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.compat.import_hook import around
 from mindnlp_dp.compat.shared_cpu_kernels import kernels
+from mindnlp_dp.dropout.dropout_operators import dropped, supports_masks
 from mindnlp_dp.kernels.dispatch import are_on, supports
 from mindnlp_dp.runtime.override import override
 
@@ -32,8 +33,11 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
 
     @override(module)
     def dropout(input: Any, p: float = 0.5, training: bool = True) -> Any:
-        is_plain = isinstance(p, (int, float)) and training and 0 < p <= 1
-        return kernels().dropout(input, p) if is_plain and supports(input) else NotImplemented
+        if not (isinstance(p, (int, float)) and training and 0 < p <= 1):
+            return NotImplemented
+        if supports(input):
+            return kernels().dropout(input, p)
+        return dropped(input, p) if supports_masks(input) else NotImplemented
 
 
 # Elements of a tensor from which a call of our kernels costs less than it saves.

@@ -78,12 +78,12 @@ def _with_memory(method: Any) -> Any:
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self, *map(_initialised, args), **{name: _initialised(x) for name, x in kwargs.items()})
+        return method(self, *map(_initialized, args), **{name: _initialized(x) for name, x in kwargs.items()})
 
     return called
 
 
-def _initialised(value: Any) -> Any:
+def _initialized(value: Any) -> Any:
     return value.init_data() if getattr(value, "has_init", False) is True else value
 
 

@@ -1,4 +1,4 @@
-"""These patches are of MindNLP 0.4.1's own Trainer, in a job of several processes, and of its arguments."""
+"""These patches correct MindNLP 0.4.1's own Trainer and its arguments in a job of several processes."""
 
 from __future__ import annotations
 

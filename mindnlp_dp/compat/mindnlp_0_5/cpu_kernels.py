@@ -122,9 +122,7 @@ def _vector_norm(module: types.ModuleType) -> Iterator[None]:
 @around("mindtorch._apis.cpu")
 def _dropout_by_its_seed(module: types.ModuleType) -> Iterator[None]:
     yield
-    import mindspore
-
-    from mindnlp_dp.kernels.dropout import dropout_mask
+    from mindnlp_dp.dropout.dropout_operators import scaled_mask
 
     def dropout(x: Any, p: float, seed: Any, offset: Any) -> tuple[Any, Optional[Any]]:
         """Zero elements of ``x`` with probability ``p``, and scale the others by ``1 / (1 - p)``.
@@ -134,8 +132,7 @@ def _dropout_by_its_seed(module: types.ModuleType) -> Iterator[None]:
         if p == 1:
             return x * 0, None
         mask_64 = 0xFFFFFFFFFFFFFFFF
-        keep = dropout_mask(x.shape, p, (int(seed) & mask_64, int(offset) & mask_64)).reshape(x.shape)
-        mask = mindspore.Tensor(keep * np.float32(1 / (1 - p))).astype(x.dtype)
+        mask = scaled_mask(x, p, (int(seed) & mask_64, int(offset) & mask_64))
         return x * mask, mask
 
     module.dropout = dropout  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ from mindnlp_dp.kernels.dispatch import medium_precision
 from mindnlp_dp.parallel.distributed_model import DistributedModel, distributed_model_of, replicated_model_on_all_ranks
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.random_state import restored_generators
-from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
+from mindnlp_dp.training.trainer.base_arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.best_model import load_run
 from mindnlp_dp.training.trainer.callbacks import AFTER_OPTIMIZER, call_optimizer_event, load_callback_states
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation

@@ -18,7 +18,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.batches import Batch
 from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 from mindnlp_dp.parallel.distributed_model import DistributedModel
-from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
+from mindnlp_dp.training.trainer.base_arguments import DataParallelArgumentsBase
 
 if TYPE_CHECKING:
     from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss

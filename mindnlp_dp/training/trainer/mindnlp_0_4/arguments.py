@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, Optional, Union
 
-from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase, upgrade
+from mindnlp_dp.training.trainer.base_arguments import DataParallelArgumentsBase, upgrade
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
 # Settings of MindSpore's pipelines in MindNLP's Trainer; here the rank itself reads its samples, between its updates.

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.training_args import ParallelMode
 
-from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase, upgrade
+from mindnlp_dp.training.trainer.base_arguments import DataParallelArgumentsBase, upgrade
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
 # Transformers implements these settings in Accelerate, PyTorch or its own loop, which this package replaces.

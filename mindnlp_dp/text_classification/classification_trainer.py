@@ -1,4 +1,4 @@
-"""This module makes the Trainer of a classifier, whose loss may have class weights; finetune.py calls it."""
+"""This module makes the Trainer of a classifier, whose loss may have class weights; finetune_classifier.py calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module draws dropout masks with a counter-based random generator; functions.py calls it.
+"""This module draws dropout masks with a counter-based random generator.
 
 The generator is Philox (Salmon and others, Parallel Random Numbers: As Easy as 1, 2, 3, 2011). It keeps no state
 between calls, so the same key and counter always give the same mask. In a training step each sample has a counter of
@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.kernels.memory_pool import empty
-from mindnlp_dp.kernels.sample_layout import (
+from mindnlp_dp.dropout.sample_layout import (
     SampleLayout,
     is_known_number_of_rows,
     layout_of,
     num_elements,
     tile_number,
 )
-from mindnlp_dp.kernels.workers import parallel_for_blocks
 from mindnlp_dp.runtime.random_state import SampleShard, SampleStreams, ShardOf, sample_streams
 
 _MASK = (1 << 64) - 1
@@ -212,19 +210,6 @@ def _hashed(numbers: np.ndarray, salt: int) -> np.ndarray:
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return (z ^ z >> np.uint64(31)).astype(np.float64) / 2**64
-
-
-def masked(x: np.ndarray, keep: np.ndarray, scale: float) -> np.ndarray:
-    """Return ``x * keep * scale``, in the shape of ``x``; ``keep`` is flat."""
-    out = empty(*x.shape)
-    x, y = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
-
-    def block(at: slice) -> None:
-        np.multiply(keep[at], np.float32(scale), out=y[at])
-        y[at] *= x[at]
-
-    parallel_for_blocks(block, x.size)
-    return out
 
 
 def next_key() -> tuple[int, int]:

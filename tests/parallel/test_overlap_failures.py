@@ -193,13 +193,13 @@ def test_a_failed_hook_turns_overlap_off_and_does_not_change_the_gradients(group
 
 
 @pytest.fixture
-def mended(group):
+def sound_channel_afterwards(group):
     """Open a new channel after the test, in which all ranks leave an exchange before its end."""
     yield
     open_gradient_channel(group)
 
 
-@pytest.mark.usefixtures("mended")
+@pytest.mark.usefixtures("sound_channel_afterwards")
 def test_an_exception_in_the_backward_pass_stops_the_thread_and_refuses_later_calls(group, micro, sync):
     with pytest.raises(KeyError), sync.backward(1.0):
         micro.backward(group.rank)
@@ -220,7 +220,9 @@ def test_an_exception_without_overlap_discards_the_accumulated_gradients(group, 
 
 
 @pytest.mark.core
-def test_a_failed_exchange_is_raised_and_refuses_later_exchanges(group, micro, sync, mended, monkeypatch):
+def test_a_failed_exchange_is_raised_and_refuses_later_exchanges(
+    group, micro, sync, sound_channel_afterwards, monkeypatch
+):
     kind = type(sync.buckets[0])
 
     def fail(self, *args):

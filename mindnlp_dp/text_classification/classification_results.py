@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mindnlp_dp.finetuning import results
 from mindnlp_dp.report.runs import RunReport
-from mindnlp_dp.text_classification.config import TaskConfig
-from mindnlp_dp.text_classification.task import TextClassificationTask
+from mindnlp_dp.text_classification.classification_config import TaskConfig
+from mindnlp_dp.text_classification.classification_task import TextClassificationTask
 
 if TYPE_CHECKING:
-    from mindnlp_dp.text_classification.recorder import RunRecorder
+    from mindnlp_dp.text_classification.classification_recorder import RunRecorder
 
 
 def make_report(

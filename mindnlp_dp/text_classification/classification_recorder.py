@@ -1,4 +1,4 @@
-"""This module records the classes that a classifier confuses, beside the times of a run; results.py reads it."""
+"""This module records the classes that a classifier confuses, beside the times of a run."""
 
 from __future__ import annotations
 

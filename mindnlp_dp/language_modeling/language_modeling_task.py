@@ -1,4 +1,4 @@
-"""This module prepares the data, the tokenizer and the model of a job; finetune.py calls it.
+"""This module prepares the data, the tokenizer and the model of a job; finetune_language_model.py calls it.
 
 Rank 0 alone calls :func:`prepare_task`, and the other ranks receive its result.
 """
@@ -15,22 +15,22 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from mindnlp_dp.finetuning.arguments import chosen, held_out, repeated
 from mindnlp_dp.finetuning.files import weighted_files
 from mindnlp_dp.finetuning.lora import with_lora
+from mindnlp_dp.finetuning.recipe_arguments import chosen, held_out, repeated
 from mindnlp_dp.finetuning.saved_model import adapters_of, load_saved
 from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError
 from mindnlp_dp.finetuning.tokenizers import as_pretrained, encoded_text, pretrained_tokenizer
 from mindnlp_dp.language_modeling import row_cache, templates
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import (
     Conversation,
     read_conversations,
     read_preferences,
     topics_of_python,
 )
+from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.rows import PACKABLE, TokenRows, codes_of, pack
-from mindnlp_dp.language_modeling.tokenization import (
+from mindnlp_dp.language_modeling.tokenize_conversations import (
     BOS,
     EOS,
     PAD,

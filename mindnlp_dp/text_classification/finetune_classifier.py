@@ -14,14 +14,13 @@ from pathlib import Path
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
-from mindnlp_dp.finetuning.arguments import build_optimizer, callbacks, training_arguments
+from mindnlp_dp.finetuning.early_checks import check_files
+from mindnlp_dp.finetuning.recipe_arguments import build_optimizer, callbacks, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
-from mindnlp_dp.finetuning.start import check_files
 from mindnlp_dp.report.runs import RunReport
-from mindnlp_dp.text_classification.config import FinetuneConfig
-from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan
-from mindnlp_dp.text_classification.results import make_report, summary
-from mindnlp_dp.text_classification.task import (
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig
+from mindnlp_dp.text_classification.classification_results import make_report, summary
+from mindnlp_dp.text_classification.classification_task import (
     TextClassificationTask,
     as_dataset,
     build_model,
@@ -29,6 +28,7 @@ from mindnlp_dp.text_classification.task import (
     read_splits,
     save_tokenizer,
 )
+from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan
 
 
 def main() -> None:
@@ -57,9 +57,9 @@ def train(
 ) -> RunReport:
     """Train, evaluate, write the model and the results, and return the report of the run."""
     from mindnlp_dp.finetuning import job
+    from mindnlp_dp.text_classification.classification_recorder import RunRecorder
+    from mindnlp_dp.text_classification.classification_trainer import balanced_weights, make_trainer, trimmed
     from mindnlp_dp.text_classification.predictions import write_predictions
-    from mindnlp_dp.text_classification.recorder import RunRecorder
-    from mindnlp_dp.text_classification.trainer import balanced_weights, make_trainer, trimmed
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     set_seed(config.seed)

@@ -1,4 +1,4 @@
-"""This module trains a byte-level BPE tokenizer on the training split and encodes texts with it; task.py calls it."""
+"""This module trains a byte-level BPE tokenizer on the training split and encodes texts with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module loads a pretrained encoder and its tokenizer from a model hub or a folder; task.py calls it.
+"""This module loads a pretrained encoder and its tokenizer from a model hub or a folder.
 
 The classifier gets a new head, unless it was trained for the same labels. RoBERTa, BERT, and all other models that
 MindNLP's Auto classes know are supported.

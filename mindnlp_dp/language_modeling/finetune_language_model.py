@@ -24,12 +24,11 @@ from tokenizers import Tokenizer
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.finetuning import results
-from mindnlp_dp.finetuning.arguments import build_optimizer, callbacks, training_arguments
+from mindnlp_dp.finetuning.early_checks import check_files
+from mindnlp_dp.finetuning.recipe_arguments import build_optimizer, callbacks, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
-from mindnlp_dp.finetuning.start import check_files
-from mindnlp_dp.language_modeling.config import LanguageModelingConfig
-from mindnlp_dp.language_modeling.rows import Collator, PairCollator
-from mindnlp_dp.language_modeling.task import (
+from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
+from mindnlp_dp.language_modeling.language_modeling_task import (
     ConversationSplits,
     LanguageModelingTask,
     build_model,
@@ -37,6 +36,7 @@ from mindnlp_dp.language_modeling.task import (
     read_splits,
     save_tokenizer,
 )
+from mindnlp_dp.language_modeling.rows import Collator, PairCollator
 from mindnlp_dp.report.runs import RunReport
 
 

@@ -104,5 +104,5 @@ class LanguageModelingConfig(ParallelConfig):
             raise InputError(f"beta must be positive, and simpo_gamma at least 0; got {self.beta}, {self.simpo_gamma}")
 
 
-# 256 bytes, and the special tokens of tokenization.py.
+# 256 bytes, and the special tokens of tokenize_conversations.py.
 SMALLEST_VOCABULARY = 261

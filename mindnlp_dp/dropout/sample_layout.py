@@ -1,4 +1,4 @@
-"""Finds which elements of a tensor belong to which sample and token, for the masks that dropout.py draws.
+"""Finds which elements of a tensor belong to which sample and token, for the masks that dropout_masks.py draws.
 
 The layout follows from the tensor's shape, the number of samples, and the lengths of the batch's columns. Elements are
 numbered so that padding does not change the number of an element: along a dimension of tokens, the first numbers are

@@ -13,18 +13,18 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mindnlp_dp.communication.default_group import get_process_group
-from mindnlp_dp.finetuning.arguments import chosen, held_out
 from mindnlp_dp.finetuning.files import read_rows
 from mindnlp_dp.finetuning.lora import with_lora
+from mindnlp_dp.finetuning.recipe_arguments import chosen, held_out
 from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError
 from mindnlp_dp.finetuning.tokenizers import as_pretrained, load_tokenizer
 from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
-from mindnlp_dp.text_classification import hub, pretrained
+from mindnlp_dp.text_classification import hub, pretrained_classifier
+from mindnlp_dp.text_classification.classification_config import FinetuneConfig, TaskConfig
 from mindnlp_dp.text_classification.cldr import cldr_phrases
-from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
 from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples, texts_of
-from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
+from mindnlp_dp.text_classification.tokenize_texts import BOS, EOS, PAD, encode, train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def prepare_task(config: TaskConfig, splits: Optional[LabelledSplits] = None) ->
         encoded = [encode(trained, each) for each in texts]
     else:
         tokenizer = load_tokenizer(config.model)
-        encoded = [pretrained.encode(tokenizer, each, config.max_length) for each in texts]
+        encoded = [pretrained_classifier.encode(tokenizer, each, config.max_length) for each in texts]
     (train, _), (test, _), *more = encoded
     train["labels"], test["labels"] = splits.labels
     return TextClassificationTask(
@@ -142,7 +142,7 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
     if config.model == FROM_SCRATCH:
         model = build_roberta(config, Tokenizer.from_str(task.tokenizer_json).get_vocab_size(), num_labels)
     else:
-        model, is_new = pretrained.load_classifier(
+        model, is_new = pretrained_classifier.load_classifier(
             config.model, task.label_names, config.max_length, trust_pickle=config.trust_pickle
         )
         if is_new and get_process_group().is_main:
