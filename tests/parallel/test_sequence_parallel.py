@@ -310,8 +310,7 @@ def test_the_plan_check_refuses_a_wrong_sequence_parallel_plan(group):
     )
     with pytest.raises(ValueError, match=r"self_attn\.k_proj failed in the check of the plan"):
         dp.parallelize(build("llama"), make_mesh(), plan, check=rows_of([8, 8]))
-    model = dp.parallelize(build("llama"), make_mesh(), check=rows_of([9, 7]))
-    assert model.parallel is not None
+    dp.parallelize(build("llama"), make_mesh(), check=rows_of([9, 7]))
 
 
 @needs_two
