@@ -42,7 +42,7 @@ def test_weight_differences_are_the_largest_one_and_a_share_of_the_change_by_tra
     assert [run["world_size"] for run in compared["runs"]] == [1, 2]
     assert [run["largest_weight_difference"] for run in compared["runs"]] == [0, 0.5]
     assert [run["relative_weight_difference"] for run in compared["runs"]] == [0, 0.5 / 5]
-    assert [run["seconds_per_update"] for run in compared["runs"]] == [0.2, 0.2]
+    assert [run["seconds_per_update"] for run in compared["runs"]] == [0.1, 0.1]
     assert (tmp_path / "compare.png").read_bytes()[1:4] == b"PNG"
     assert "<svg" in (tmp_path / "compare.svg").read_text()
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -102,7 +102,7 @@ def test_english_and_chinese_readmes_have_the_same_outline(folder):
             "names": sorted(set(re.findall(r"`([\w./()=-]+)`", prose))),
             "decimals": re.findall(r"\d+\.\d+", prose),
             "links": sorted(
-                link.replace(".zh.md", ".md")
+                re.sub(r"\.zh\.(md|svg)$", r".\1", link)
                 for link in _LINK.findall(prose)
                 if not link.startswith(("README", "homework/"))
             ),
