@@ -102,6 +102,18 @@ def parallelize(
             the plan fits no module; or the sharded model computes something else for ``check``.
         CheckpointError: the weights in the folder do not belong to this model.
         ReplicaMismatchError: ranks have built different models.
+
+    Examples:
+        On four ranks the mesh would be ``{"dp": 2, "tp": 2}``; this one is that of a single process.
+
+        >>> import mindnlp_dp as dp
+        >>> from mindnlp.transformers import GPT2Config, GPT2LMHeadModel
+        >>> group = dp.init_process_group()
+        >>> mesh = dp.init_device_mesh({"dp": -1, "tp": 1})
+        >>> config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        >>> model = dp.parallelize(GPT2LMHeadModel(config), mesh)
+        >>> getattr(model, "parallel", None) is None  # one process: nothing is sharded
+        True
     """
     mesh = mesh or get_device_mesh()
     if getattr(model, "parallel", None) is not None:

@@ -114,6 +114,23 @@ def make_train_step(
     Raises:
         ValueError: options exclude each other, or the mesh shards models but this model is not sharded.
         ReplicaMismatchError: the models of the ranks differ in names, shapes or types.
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindnlp_dp as dp
+        >>> from mindspore import nn
+        >>> group = dp.init_process_group()
+        >>> network, loss_fn = nn.Dense(4, 2), nn.CrossEntropyLoss()
+        >>> def forward_fn(features, labels):
+        ...     return loss_fn(network(features), labels)
+        >>> parameters = network.trainable_params()
+        >>> optimizer = nn.SGD(parameters, learning_rate=1.0)
+        >>> step = dp.make_train_step(forward_fn, optimizer, parameters, model=network)
+        >>> mine = slice(group.rank, None, group.world_size)  # this rank's samples of each batch
+        >>> features, labels = np.eye(4, dtype=np.float32)[mine], np.array([0, 1, 0, 1], np.int32)[mine]
+        >>> losses = [float(step({"features": features, "labels": labels})) for _ in range(10)]
+        >>> losses[-1] < losses[0]
+        True
     """
     is_plain = isinstance(optimizer, mindspore.nn.Optimizer)
     options = {"accumulation_steps": accumulation_steps, "scheduler": scheduler, "reducer": reducer, "seed": seed}

@@ -102,6 +102,37 @@ def test_commands_on_the_course_page_explain_the_algorithms():
         assert sent == (["1.50"] * 4 if name == "ring" else ["3.00", "1.00", "1.00", "1.00"]), name
 
 
+# --- the landing page ---
+
+
+@pytest.mark.parametrize(
+    ("question", "page", "said"),
+    [
+        ("install on Ascend", "ascend.md", "set_env.sh"),
+        ("my own CSV", "tutorials/your_data.md", "CSV"),
+        ("resume", "tutorials/resuming.md", "--resume"),
+        ("two hosts", "tutorials/two_hosts.md", "--nnodes 2"),
+        ("out of memory", "memory.md", "gradient_checkpointing"),
+        ("hang", "hangs.md", "--hang-timeout"),
+        ("another loss", "data.md", "loss_weight"),
+        ("LoRA", "tutorials/llm_lora.md", "--lora-rank"),
+        ("export", "after_training.md", "mindnlp-dp export"),
+        ("cite", "index.md", "CITATION.cff"),
+    ],
+)
+def test_first_questions_are_answered_within_two_clicks(question, page, said):
+    """Follow links from the landing page twice, to a page that has the command, setting or file."""
+
+    def linked(pages):
+        links = {
+            (path.parent / link).resolve() for path in pages for link in re.findall(r"\]\(([^)#:]+\.md)", read(path))
+        }
+        return pages | {link for link in links if DOCS in link.parents}
+
+    assert DOCS / page in linked(linked({DOCS / "index.md"})), question
+    assert said in read(DOCS / page), question
+
+
 # --- arguments.md and api.md ---
 
 

@@ -30,6 +30,13 @@ class DataParallelArguments(DataParallelArgumentsBase):
 
     Raises:
         ValueError: a size is below 1, or ``auto_find_batch_size`` with several ranks.
+
+    Examples:
+        >>> import mindnlp_dp as dp
+        >>> group = dp.init_process_group()
+        >>> args = dp.DataParallelArguments("outputs", per_device_train_batch_size=8, global_batch_size=64)
+        >>> args.global_batch_size, args.overlap
+        (64, 'auto')
     """
 
     report_to: Union[str, list[str], None] = field(
