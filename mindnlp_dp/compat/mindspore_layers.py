@@ -7,7 +7,6 @@ from typing import Any
 
 from mindnlp_dp.compat.mindspore_api import fix_generator_offset
 from mindnlp_dp.compat.random_operators import follow_the_seed
-from mindnlp_dp.dropout.dropout_operators import dropped, supports_masks
 from mindnlp_dp.kernels.dispatch import not_none, supports
 from mindnlp_dp.runtime.override import override
 
@@ -20,6 +19,7 @@ def use_kernels_in_layers() -> None:
     """Make ``nn.Dense``, ``nn.LayerNorm``, ``nn.GELU`` and ``nn.Dropout`` use our kernels where they apply."""
     import mindspore
 
+    from mindnlp_dp.dropout.dropout_operators import dropped, supports_masks
     from mindnlp_dp.kernels import functions
 
     fix_generator_offset()

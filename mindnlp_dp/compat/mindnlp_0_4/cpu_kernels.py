@@ -8,7 +8,6 @@ from typing import Any, Optional
 
 from mindnlp_dp.compat.import_hook import around
 from mindnlp_dp.compat.shared_cpu_kernels import kernels
-from mindnlp_dp.dropout.dropout_operators import dropped, supports_masks
 from mindnlp_dp.kernels.dispatch import are_on, supports
 from mindnlp_dp.runtime.override import override
 
@@ -18,6 +17,8 @@ from mindnlp_dp.runtime.override import override
 @around("mindnlp.core.nn.functional")
 def _layers(module: types.ModuleType) -> Iterator[None]:
     yield
+    # Imported here because it imports NumPy, which the launcher does not need.
+    from mindnlp_dp.dropout.dropout_operators import dropped, supports_masks
 
     @override(module)
     def rms_norm(input: Any, weight: Any, eps: float = 1e-5) -> Any:
