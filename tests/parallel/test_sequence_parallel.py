@@ -132,8 +132,8 @@ def test_muon_trains_like_one_process_with_sequence_parallelism(group, zero_stag
 @needs_two
 @pytest.mark.parametrize("options", [{"recompute": True}, {"zero_stage": 2}, {"zero_stage": 1}])
 def test_recompute_and_zero_do_not_change_a_bit_with_sequence_parallelism(group, options):
-    def trained(**options):
-        model = dp.parallelize(build("llama", dropout=0.1), make_mesh())
+    def trained(recompute=False, **options):
+        model = dp.parallelize(build("llama", dropout=0.1), make_mesh(), recompute=recompute)
         train_on(model, [rows_of([12, 7]), rows_of([9, 9])], **options)
         return whole_weights(model)
 
