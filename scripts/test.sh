@@ -230,7 +230,9 @@ else
     @zero.py::test_zero_sends_the_expected_bytes_between_hosts
     @zero.py::test_zero_matches_one_rank_without_shared_memory_on_two_hosts
     @batch_across_ranks.py::test_in_batch_negatives_of_all_ranks_equal_one_process
-    @batch_across_ranks.py::test_sync_batchnorm_of_mindspore_cells_handles_uneven_rows)
+    @batch_across_ranks.py::test_sync_batchnorm_of_mindspore_cells_handles_uneven_rows
+    @fully_sharded.py::test_replicas_of_shards
+    @fully_sharded.py::test_one_micro_batch_per_update_gives_the_bits_of_stage_0)
   # Models on meshes of four.
   meshes=(@model_parallel.py @stage_meshes.py @language_models.py @batch_scaling.py
     @token_losses.py::test_parallelized_models_with_resized_embeddings_train_like_one_process
@@ -257,7 +259,8 @@ else
   fi
   parallel "what depends on their number" mpi 4 "${at_four[@]}"
   # A number of ranks that is not a power of two.
-  parallel "types, orders, dropout" mpi 3 @types.py @orders.py \
+  fully_sharded=@fully_sharded.py::test_a_fully_sharded_model_trains_what_one_process_trains
+  parallel "types, orders, dropout, shards" mpi 3 @types.py @orders.py "$fully_sharded[llama-1]" "$fully_sharded[llama-2]" \
     @token_losses.py::test_adamw_trains_token_losses_like_one_process \
     @dropout.py::test_dropout_with_per_micro_batch_padding_equals_one_process
 
