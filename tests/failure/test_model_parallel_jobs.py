@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
@@ -58,8 +59,8 @@ def test_a_rank_that_fails_during_an_update_ends_a_tp_or_pp_job(launch, way, axe
 @pytest.mark.parametrize(
     ("nproc", "script", "picture", "said"),
     [
-        (2, "two_operators.py", ["cut"], "device 2 (tp=1):  10.0 of 10 GB"),
-        (2, "two_operators.py", ["stages"], "device 2 (pp=1):  10.0 of 10 GB of weights: operators.1"),
+        (2, "two_operators.py", ["tensor"], "device 2 (tp=1):  10.0 of 10 GB"),
+        (2, "two_operators.py", ["pipeline"], "device 2 (pp=1):  10.0 of 10 GB of weights: operators.1"),
         pytest.param(
             4,
             "two_operators.py",
@@ -82,6 +83,8 @@ def test_examples_of_model_parallelism_run_and_print_their_summary(launch, nproc
     job = launch(EXAMPLES / script, *picture, nproc=nproc)
     assert job.exit_code == 0, job.output
     assert said in job.output
+    ((first, last),) = re.findall(r"^loss: ([\d.]+), after 5 updates ([\d.]+)$", job.output, re.MULTILINE)
+    assert float(last) < float(first)
 
 
 def test_finetune_has_the_same_eval_loss_with_tp_and_pp(launch, tmp_path):
