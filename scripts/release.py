@@ -40,7 +40,7 @@ def problems(version: str, repository: str) -> Iterator[str]:
     remotes = run("git", "remote", "--verbose")
     address = repository.partition("://")[2]
     if not re.search(rf"{re.escape(address).replace('/', '[/:]', 1)}(\.git)?\s", remotes):
-        yield f"the package's links point to {repository} (REPOSITORY in setup.py), which is no remote of this clone"
+        yield f"the package's links point to {repository} (REPOSITORY in setup.py), which is not a remote of this clone"
 
 
 def main() -> None:

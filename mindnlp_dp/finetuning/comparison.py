@@ -26,7 +26,7 @@ def compare_runs(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the losses of all runs, the difference of their weights from those of the first run, and times.
 
     Raises:
-        ValueError: A run has no report or no initial model, or the runs do not have the same initial weights, updates
+        ValueError: a run has no report or no initial model, or the runs do not have the same initial weights, updates
             and global batch size.
     """
     runs = read_runs(folders)

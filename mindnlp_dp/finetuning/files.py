@@ -144,7 +144,7 @@ def _delimited(file: TextIO, path: str) -> Iterator[Row]:
     file.seek(0)
     first = file.readline()
     file.seek(0)
-    # Such a first line tells Excel the separator, and is no row.
+    # Such a first line tells Excel the separator, and is not a row.
     if told := re.match(r'"?sep=([,;\t|])"?\s*$', first):
         delimiter = told[1]
     if first.lstrip().startswith(('{"', "[{", "[\n")):

@@ -90,7 +90,7 @@ def test_release_builds_packages_with_valid_metadata_and_links(tree):
         (lambda tree: git(tree, "tag", f"v{__version__}"), f"v{__version__} is tagged already"),
         (
             lambda tree: git(tree, "remote", "set-url", "origin", "git@example.org:a/b.git"),
-            "is no remote of this clone",
+            "is not a remote of this clone",
         ),
     ],
 )
