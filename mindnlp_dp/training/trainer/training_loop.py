@@ -397,7 +397,7 @@ class TrainingLoop:
     def _log_loss(self) -> None:
         trainer = self.trainer
         numbers = {"loss": round(self.losses.mean_since_log(), 4), "grad_norm": self.grad_norm}
-        # Where all losses were left out there is no mean; JSON has neither NaN nor infinity, and a warning has named them.
+        # Without a loss there is no mean. JSON has neither NaN nor infinity, and a warning has named them.
         logs = {name: x for name, x in numbers.items() if x is not None and math.isfinite(x)}
         logs["learning_rate"] = trainer.learning_rate_to_log()
         trainer._globalstep_last_logged = trainer.state.global_step
