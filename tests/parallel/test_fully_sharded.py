@@ -233,6 +233,17 @@ def test_replicas_of_shards(group):
     assert_trains_the_same(model, "llama", step)
 
 
+@pytest.mark.core
+@needs_mpi
+@needs_four
+@pytest.mark.parametrize("kind", ["llama", "roberta", f"llama{LORA}", "mixtral"])
+def test_shards_of_weights_with_shards_of_rows(group, kind):
+    mesh = dp.init_device_mesh({"fsdp": 2, "sp": 2})
+    model = dp.fully_shard(build(kind), mesh)
+    step = train(model, kind, pieces_of(mesh.dp_group, 2))
+    assert_trains_the_same(model, kind, step)
+
+
 def trained_by_trainer(folder, zero_stage, resume=None, **settings):
     return train_by_trainer(
         tiny_roberta(seed=1, num_layers=2), Rows(24), folder, resume=resume, zero_stage=zero_stage,
