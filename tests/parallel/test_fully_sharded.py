@@ -432,7 +432,7 @@ def test_what_fully_sharded_models_cannot_do_is_refused(group):
     with pytest.raises(ValueError, match="shard the model first"):
         dp.fully_shard(model)
     if group.world_size == 4:
-        for axis in ("tp", "pp", "sp", "ep"):
+        for axis in ("tp", "pp", "ep"):
             if IS_MPI or axis == "tp":
                 mesh = dp.init_device_mesh({"fsdp": 2, axis: 2})
                 with pytest.raises(ValueError, match=f"leave out {axis}=2"):
