@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from unicodedata import east_asian_width
 
 import pytest
 
@@ -84,6 +85,15 @@ def test_pages_name_enough_paths_names_and_commands():
 @pytest.mark.parametrize("name", READMES)
 def test_a_readme_has_at_most_150_lines(name):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("name", [f"{folder}{name}" for folder in ("", "homework/") for name in READMES])
+def test_code_in_a_readme_fits_the_width_of_github(name):
+    """Count 96 columns, which a window of 1300 pixels shows; a Chinese character takes two."""
+    blocks = re.findall(r"^```.*?^```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) > 20
+    assert [line for line in lines if sum(1 + (east_asian_width(char) in "WF") for char in line) > 96] == []
 
 
 @pytest.mark.parametrize("folder", ["", "homework"])
