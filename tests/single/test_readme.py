@@ -48,11 +48,19 @@ def test_public_names_in_pages_exist(page):
 
 def test_modules_named_in_pages_exist(page):
     for name in set(re.findall(r"\bmindnlp_dp(?:\.\w+)+", page.read_text(encoding="utf-8"))) - {"mindnlp_dp.NAME"}:
-        found = dp
-        for at, part in enumerate(name.split(".")[1:], start=2):
-            if not hasattr(found, part):
-                importlib.import_module(".".join(name.split(".")[:at]))
-            found = getattr(found, part)
+        # A function may have the name of its file, so modules are looked for first.
+        module, rest = name, []
+        while not is_module(module):
+            module, _, attribute = module.rpartition(".")
+            rest.insert(0, attribute)
+        found = importlib.import_module(module)
+        for attribute in rest:
+            found = getattr(found, attribute)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def test_every_public_name_resolves():
