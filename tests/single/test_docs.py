@@ -170,13 +170,28 @@ def test_the_arguments_page_is_rendered_with_tables():
         ("--train-file", '<code class="name">--train-file</code>'),
         ("cp a/b /tmp", "<code>cp a/<wbr>b /tmp</code>"),
         (r"dp=2\|1", '<code class="name">dp=2|1</code>'),
-        ("RobertaForSequenceClassification", "<code>Roberta<wbr>For<wbr>Sequence<wbr>Classification</code>"),
+        ("BertForMaskedLM", "<code>Bert<wbr>For<wbr>Masked<wbr>LM</code>"),
     ],
 )
 def test_inline_code_may_be_broken_between_words_only(code, expected):
     """Keep code blocks, which the browser wraps and the reader copies, as they are."""
     block = "<pre><span></span><code>bucket_cap_mb</code></pre>"
     assert hooks().on_page_content(f"{block}<td><code>{code}</code></td>") == f"{block}<td>{expected}</td>"
+
+
+@pytest.mark.parametrize(
+    ("cell", "is_number"),
+    [
+        ("3.9e-07", True),
+        ("22.8 ms", True),
+        ("<strong>125.2 ms</strong>", True),
+        ("2 ranks, 3 hosts", False),
+        ("yes", False),
+    ],
+)
+def test_numbers_in_tables_are_not_broken(cell, is_number):
+    marked = f'<td class="number">{cell}</td>'
+    assert hooks().on_page_content(f"<td>{cell}</td>") == (marked if is_number else f"<td>{cell}</td>")
 
 
 def test_a_setting_without_help_is_refused(tmp_path):
