@@ -32,7 +32,9 @@ def on_page_content(content: str, **_: Any) -> str:
     """Replace Sphinx's roles by names, and set line breaks; MkDocs calls it for every page, once it is HTML."""
     content = _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", content).replace("::</p>", ":</p>")
     content = _NUMBER.sub('<td class="number">', content)
-    return _INLINE_CODE.sub(lambda code: with_line_breaks(code[1]), content)
+    content = _INLINE_CODE.sub(lambda code: with_line_breaks(code[1]), content)
+    # Browsers do not break a line between a Chinese comma and the hyphen of a flag.
+    return content.replace("\u3001<code", "\u3001<wbr><code")
 
 
 def with_line_breaks(code: str) -> str:
