@@ -21,6 +21,7 @@ from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
 from mindnlp_dp.parallel.fully_sharded.fully_sharded_edits import fully_sharded_edits
 from mindnlp_dp.parallel.fully_sharded.units import Units
+from mindnlp_dp.parallel.mixed_precision import MixedPrecision, check_param_dtype, mixed_precision_of
 from mindnlp_dp.parallel.model_edits import ModelEdits, ModelIndex
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, check_support, head_of, plan_for, plan_within_adapters
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline, check_pipeline
@@ -50,12 +51,12 @@ def parallelize(
     model: T, mesh: Optional[DeviceMesh] = ..., plan: Optional[ShardingPlan] = ..., *, dry_run: Literal[False] = ...,
     weights: Optional[Union[str, Path]] = ..., schedule: str = ..., recompute: RecomputeLayers = ...,
     layers_per_stage: Sequence[int] = ..., check: Optional[Mapping[str, Any]] = ..., units: RecomputeLayers = ...,
-    keep_gathered: bool = ...,
+    keep_gathered: bool = ..., param_dtype: Optional[str] = ...,
 ) -> T: ...  # fmt: skip
 @overload
 def parallelize(
     model: Any, mesh: Optional[DeviceMesh] = ..., plan: Optional[ShardingPlan] = ..., *, dry_run: Literal[True],
-    layers_per_stage: Sequence[int] = ..., units: RecomputeLayers = ...,
+    layers_per_stage: Sequence[int] = ..., units: RecomputeLayers = ..., param_dtype: Optional[str] = ...,
 ) -> ModelEdits: ...  # fmt: skip
 def parallelize(
     model: Any,
@@ -69,6 +70,7 @@ def parallelize(
     check: Optional[Mapping[str, Any]] = None,
     units: RecomputeLayers = True,
     keep_gathered: bool = False,
+    param_dtype: Optional[str] = None,
     dry_run: bool = False,
 ) -> Any:
     """Shard a model over the ranks of a mesh, in place, with the weights of rank 0. A collective.
@@ -91,6 +93,9 @@ def parallelize(
             error the model is sharded: build it again.
         units: what gathers its weights together on a mesh with the axis "fsdp" (:func:`~mindnlp_dp.fully_shard`).
         keep_gathered: whether these weights are kept from the forward to the backward pass.
+        param_dtype: "bfloat16", on devices, or "float16": the type in which the model computes, on a mesh of "dp" and
+            "fsdp". Each layer casts its weights; parameters, gradients between ranks and the optimizer's state stay in
+            float32.
         dry_run: change nothing, and return the edits that would give this rank its part of the model
             (:class:`~mindnlp_dp.parallel.model_edits.ModelEdits`); ``print`` shows them.
 
@@ -120,15 +125,14 @@ def parallelize(
         raise ValueError(f"this {type(model).__name__} is sharded already, as {model.parallel.mesh}")
     check_same_structure(named_weights(model), mesh.world)
     placements = replicate_all(model, mesh)
-    is_fully_sharded = mesh.sizes["fsdp"] > 1
-    stage_input, row_weights = StageInput(), RowLossWeights(mesh.group("fsdp" if is_fully_sharded else "ep"))
-    gathering = Units(row_weights, keeps_gathered=keep_gathered) if is_fully_sharded else None
+    stage_input, row_weights = StageInput(), RowLossWeights(mesh.group("fsdp" if mesh.sizes["fsdp"] > 1 else "ep"))
+    gathering = _units(model, mesh, row_weights, keep_gathered=keep_gathered, param_dtype=param_dtype)
 
     def planned() -> ModelEdits:
         check_pipeline(schedule)
         if gathering is not None:
             if check is not None or plan is not None:
-                raise ValueError("fsdp gathers the weights of any model: leave out check and plan")
+                raise ValueError("fsdp and param_dtype are for the layers of any model: leave out check and plan")
             index = ModelIndex(model)
             return ModelEdits(index, placements, fully_sharded_edits(index, placements, gathering, units))
         return _planned(model, plan, placements, stage_input, row_weights, layers_per_stage=layers_per_stage)
@@ -175,6 +179,20 @@ def parallelize(
     if recompute is not False:
         enable_recompute(model, recompute)
     return model
+
+
+def _units(
+    model: Any, mesh: DeviceMesh, weights: RowLossWeights, *, keep_gathered: bool, param_dtype: Optional[str]
+) -> Optional[Units]:
+    """Return what gathers weights, or only casts them; None if no layer needs it. A collective."""
+    known = mixed_precision_of(model)
+    if param_dtype is not None and known is not None:
+        raise ValueError(f"this {type(model).__name__} computes in {known.dtype} already; leave param_dtype out")
+    param_dtype = check_param_dtype(param_dtype, mesh.world)
+    if mesh.sizes["fsdp"] == 1 and param_dtype is None:
+        return None
+    precision = None if param_dtype is None else MixedPrecision(param_dtype)
+    return Units(weights, keeps_gathered=keep_gathered, precision=precision)
 
 
 def _planned(
