@@ -35,6 +35,18 @@ def test_links_and_paths_in_pages_exist(page):
     assert what_is_missing(page.read_text(encoding="utf-8"), page.parent) == []
 
 
+@pytest.mark.parametrize("name", [f"{folder}{name}" for folder in ("", "homework/") for name in READMES])
+def test_links_of_a_readme_to_sections_are_those_that_github_makes_of_the_headings(name):
+    def section(heading):
+        heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading.strip())
+        return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+    readme = ROOT / name
+    for link, target in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)]+)\)", readme.read_text(encoding="utf-8")):
+        text = (readme.parent / link if link else readme).read_text(encoding="utf-8")
+        assert target in map(section, re.findall(r"^#+ (.*)$", text, re.MULTILINE)), f"{link}#{target}"
+
+
 def test_missing_paths_in_a_page_are_found():
     text = "[a](docs/launching.md) [b](docs/none.md#top) `scripts/none.sh` mindnlp_dp/none/, configs/no.yml."
     wrong = ["docs/none.md", "docs/none.md", "scripts/none.sh", "mindnlp_dp/none/", "configs/no.yml"]
