@@ -161,13 +161,13 @@ class ParallelConfig(RunConfig):
         return self.save_best or ("loss" if self.early_stopping else "")
 
     def _check_fully_sharded(self, axes: list[str]) -> None:
-        others = [axis for axis in axes if axis not in ("dp", "fsdp")]
+        others = [axis for axis in axes if axis not in ("dp", "fsdp", "sp")]
         if self.param_dtype and others:
-            raise InputError(f"param_dtype with mesh={self.mesh}: it is for data parallelism, dp and fsdp")
+            raise InputError(f"param_dtype with mesh={self.mesh}: it is for dp, fsdp and sp")
         if self.zero_stage != "3" and "fsdp" not in axes:
             return
         for name, is_wrong, expected in (
-            ("mesh", others, "it is for data parallelism, dp and fsdp"),
+            ("mesh", others, "it is for dp, fsdp and sp"),
             ("zero_stage", self.zero_stage not in ("auto", "3"), "fsdp is stage 3"),
             ("optimizer", self.optimizer != "adamw", "ranks have shards of matrices: use adamw"),
             ("compression", self.compression, "leave it out"),

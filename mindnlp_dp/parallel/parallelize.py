@@ -10,7 +10,8 @@ like any other model::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Optional, TypeVar, Union, overload
 
@@ -19,7 +20,7 @@ import numpy as np
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
-from mindnlp_dp.parallel.fully_sharded.fully_sharded_edits import fully_sharded_edits
+from mindnlp_dp.parallel.fully_sharded.fully_sharded_edits import check_units, fully_sharded_edits
 from mindnlp_dp.parallel.fully_sharded.units import Units
 from mindnlp_dp.parallel.mixed_precision import MixedPrecision, check_param_dtype, mixed_precision_of
 from mindnlp_dp.parallel.model_edits import ModelEdits, ModelIndex
@@ -130,12 +131,13 @@ def parallelize(
 
     def planned() -> ModelEdits:
         check_pipeline(schedule)
-        if gathering is not None:
-            if check is not None or plan is not None:
-                raise ValueError("fsdp and param_dtype are for the layers of any model: leave out check and plan")
-            index = ModelIndex(model)
-            return ModelEdits(index, placements, fully_sharded_edits(index, placements, gathering, units))
-        return _planned(model, plan, placements, stage_input, row_weights, layers_per_stage=layers_per_stage)
+        axes = functools.partial(
+            _edits_of_axes, model, plan, placements, stage_input, row_weights, layers_per_stage=layers_per_stage
+        )
+        if gathering is None:
+            return axes()
+        _check_options_of_units(mesh, check=check, plan=plan)
+        return _edits_with_units(model, placements, gathering, units, axes)
 
     # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
     edits = mesh.world.run_on(True, planned, "sharding the model")
@@ -153,7 +155,9 @@ def parallelize(
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
     originals = {placements[name].name: weight for name, weight in all_names(model).items()}
     mesh.world.run_on(True, edits.apply, "sharding the model")
-    parallel = ShardedModel(model, placements, row_weights if row_weights.group.world_size > 1 else None, gathering)
+    is_row = row_weights.group.world_size > 1
+    is_fully_sharded = mesh.sizes["fsdp"] > 1
+    parallel = ShardedModel(model, placements, row_weights if is_row else None, gathering if is_fully_sharded else None)
     if mesh.sizes["pp"] > 1:
         parallel.pipeline = Pipeline(model, mesh, stage_input, schedule)
 
@@ -195,7 +199,24 @@ def _units(
     return Units(weights, keeps_gathered=keep_gathered, precision=precision)
 
 
-def _planned(
+def _check_options_of_units(mesh: DeviceMesh, *, check: Any, plan: Any) -> None:
+    if check is not None:
+        raise ValueError("check is not supported with fsdp and param_dtype; leave it out")
+    if plan is not None and mesh.sizes["sp"] == 1:
+        raise ValueError("fsdp and param_dtype are for the layers of any model: leave plan out")
+
+
+def _edits_with_units(
+    model: Any, placements: Placements, gathering: Units, units: RecomputeLayers, axes: Callable[[], ModelEdits]
+) -> ModelEdits:
+    """Return the edits of other axes and then of units, which gather before anything of their layer runs."""
+    check_units(model, placements)
+    edits = axes() if placements.mesh.sizes["sp"] > 1 else ModelEdits(ModelIndex(model), placements)
+    edits += fully_sharded_edits(ModelIndex(model), placements, gathering, units)
+    return edits
+
+
+def _edits_of_axes(
     model: Any,
     plan: Optional[ShardingPlan],
     placements: Placements,

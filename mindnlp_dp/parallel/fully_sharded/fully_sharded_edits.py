@@ -28,6 +28,8 @@ _CHANGE = (
     "unload",
     "resize_token_embeddings",
 )
+# The axes of a mesh on which weights are gathered or cast.
+_COMBINED = ("dp", "fsdp", "sp")
 # Those of a layer with adapters; other modules may have methods of these names.
 _MERGE = ("merge", "unmerge")
 
@@ -41,10 +43,9 @@ def fully_sharded_edits(
     cast their weights to the type in which the model computes.
 
     Raises:
-        ValueError: the mesh has other axes than "dp" and "fsdp", or the model cannot be sharded so.
+        ValueError: the model has no such layers.
     """
     mesh, model = placements.mesh, index.model
-    _check(model, placements)
     try:
         chosen = layers_of(model, check_recompute(layers))
     except ValueError as error:
@@ -134,12 +135,13 @@ def _refuse(units: Units, needed: Sequence[Unit], what: str, *_: Any, **__: Any)
     )
 
 
-def _check(model: Any, placements: Placements) -> None:
+def check_units(model: Any, placements: Placements) -> None:
+    """Raise ValueError if the mesh has other axes than "dp", "fsdp" and "sp", or the model cannot be sharded so."""
     mesh, config = placements.mesh, getattr(model, "config", None)
-    others = [f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1 and axis not in ("dp", "fsdp")]
+    others = [f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1 and axis not in _COMBINED]
     if others:
         raise ValueError(
-            f"fsdp and param_dtype are combined with dp only so far, got {mesh}; leave out {', '.join(others)}"
+            f"fsdp and param_dtype are combined with dp and sp only so far, got {mesh}; leave out {', '.join(others)}"
         )
     if has_recomputed_layers(model):
         raise ValueError("shard the model first, and call enable_recompute() or gradient_checkpointing_enable() after")
