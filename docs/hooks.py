@@ -17,6 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 _MARK = re.compile(r"^<!-- (arguments|flags): (\S+) (\w+) -->$", re.MULTILINE)
 # Sphinx's :class:`~package.module.Name`, as Markdown has made HTML of it: the name alone.
 _ROLE = re.compile(r":\w+:<code>~?\.*([\w.]+)</code>")
+# A cell with a number: 3.9e-07, or 22.8 ms.
+_NUMBER = re.compile(r"<td>(?=(?:<strong>)?[\d.,]+(?:e-\d+| [\w/%]+)?(?:</strong>)?</td>)")
+# Code blocks have <span></span> before <code>.
+_INLINE_CODE = re.compile(r"(?<!</span>)<code>([^<>\n]+)</code>")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -25,8 +29,21 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace Sphinx's roles by names; MkDocs calls it for every page, once it is HTML."""
-    return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", content).replace("::</p>", ":</p>")
+    """Replace Sphinx's roles by names, and set line breaks; MkDocs calls it for every page, once it is HTML."""
+    content = _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", content).replace("::</p>", ":</p>")
+    content = _NUMBER.sub('<td class="number">', content)
+    content = _INLINE_CODE.sub(lambda code: with_line_breaks(code[1]), content)
+    # Browsers do not break a line between a Chinese comma and the hyphen of a flag.
+    return content.replace("\u3001<code", "\u3001<wbr><code")
+
+
+def with_line_breaks(code: str) -> str:
+    """Return inline code as HTML that may be broken between words, as after _ / ::, and short names only on phones."""
+    # A table's | is \\| in Markdown, also within code.
+    code = code.replace("\\|", "|")
+    is_name = len(html.unescape(code)) <= 30 and not re.search(r" |[a-z][A-Z]", code)
+    code = re.sub(r"(?<=[\w\]])(_|/|::|\[)(?=\w)|(?<=[a-z])(?=[A-Z])", r"\1<wbr>", code)
+    return f'<code class="name">{code}</code>' if is_name else f"<code>{code}</code>"
 
 
 def table(file: Path, class_name: str, as_flags: bool = False) -> str:

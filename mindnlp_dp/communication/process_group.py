@@ -203,12 +203,17 @@ class ProcessGroup:
     def all_reduce(self, x: Any, op: str = "sum", *, every_step: bool = False) -> Any:
         """Reduce ``x`` elementwise over the ranks; every rank gets the result, shaped like ``x``.
 
-        ``op`` is ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Half-precision arrays are summed in float32 on CPU, and
-        on every backend for their mean. As in NumPy, integer sums that overflow wrap around, and the result of NaN and
-        a number is NaN. For booleans, ``sum`` and ``max`` mean "any", and ``min`` means "all". The ``mean`` of integers
-        or booleans raises TypeError, because it would be rounded. ``every_step`` means that every rank makes this call
-        at
-        every update, whatever happens: see ``checks`` of :func:`~mindnlp_dp.init_process_group`.
+        Half-precision arrays are summed in float32 on CPU, and on every backend for their mean. As in NumPy, integer
+        sums that overflow wrap around, and the result of NaN and a number is NaN.
+
+        Args:
+            x: an array or tensor, of the same shape and type on every rank.
+            op: "sum", "mean", "max" or "min". For booleans, "sum" and "max" mean "any", and "min" means "all".
+            every_step: whether every rank makes this call at every update, whatever happens: see ``checks`` of
+                :func:`~mindnlp_dp.init_process_group`.
+
+        Raises:
+            TypeError: the mean of integers or booleans, which would be rounded.
         """
         x = self._agree(
             "all_reduce", lambda: (checked_array(x, self.label()), [check_op(x, op, self.label())]), every_step

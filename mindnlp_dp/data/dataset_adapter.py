@@ -75,11 +75,21 @@ def make_loader(
 ) -> Loader:
     """Return the loader for ``dataset``: by index if it has one, else by rows. A collective.
 
-    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` micro-batches make the update of an update. With
-    ``global_batch_size``, an update has that many samples over all ranks, and the number of accumulation steps follows
-    from it; micro-batches may then be smaller than ``micro_batch_size``, never larger. ``columns`` names the columns to
-    keep (None: all). ``shuffle``, ``seed``, ``collate`` and ``lengths`` (the samples' lengths, to group batches by) are
-    for sources with an index; a pipeline has its own order and batches.
+    A pipeline has its own order and batches: ``seed``, ``shuffle``, ``collate`` and ``lengths`` are for sources with an
+    index.
+
+    Args:
+        dataset: the data set, the same on every rank.
+        micro_batch_size: samples of a rank in a micro-batch; with ``global_batch_size``, their maximum.
+        accumulation_steps: micro-batches of a rank per update; with ``global_batch_size`` they follow from it.
+        group: the ranks that split the samples; by default those of the mesh, or all.
+        seed: determines the order of each epoch.
+        shuffle: whether each epoch has another order.
+        uneven: what happens to a last global batch that is not full: "keep" splits it, "drop" leaves it out.
+        collate: makes a batch of samples; by default it stacks their columns.
+        columns: names of the columns to keep; None keeps all.
+        global_batch_size: samples of all ranks in an update.
+        lengths: one length per sample, to group batches by.
 
     Raises:
         ValueError: the pipeline is already sharded with ``num_shards``, the data set is empty, or

@@ -46,11 +46,18 @@ def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -
 class GlobalBatchSampler:
     """Splits every epoch into global batches, and each by rank and micro step, for :class:`~.loader.IndexedLoader`.
 
-    ``uneven`` says what happens to a last global batch that is not full: ``"keep"`` splits it as evenly as possible
-    (some ranks may get nothing), ``"drop"`` leaves it out. ``samples_per_update`` sets the global batch size directly:
-    ``accumulation_steps`` is then ignored, there are as many micro steps as needed, and if the number of ranks does not
-    divide it, the ranks' parts differ by at most one sample. With ``lengths``, one per sample, batches hold samples of
-    similar length (:func:`grouped_by_length`).
+    Args:
+        num_samples: samples in the data set.
+        micro_batch_size: samples of a rank in a micro step; with ``samples_per_update``, their maximum.
+        world_size: number of ranks.
+        accumulation_steps: micro steps per update; ignored with ``samples_per_update``.
+        seed: determines the order of each epoch.
+        shuffle: whether each epoch has another order; False keeps that of the data set.
+        uneven: what happens to a last global batch that is not full: "keep" splits it as evenly as possible (some ranks
+            may get nothing), "drop" leaves it out.
+        samples_per_update: the global batch size, with as many micro steps as needed. If the number of ranks does not
+            divide it, the ranks' parts differ by at most one sample.
+        lengths: one length per sample; batches then hold samples of similar length (:func:`grouped_by_length`).
 
     Raises:
         ValueError: a size is not positive, ``uneven`` is unknown, the data set is empty, the number of lengths is not

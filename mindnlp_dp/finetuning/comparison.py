@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.finetuning.results import INITIAL_MODEL_FOLDER, MODEL_FOLDER
+from mindnlp_dp.finetuning.results import INITIAL_MODEL_FOLDER
+from mindnlp_dp.finetuning.saved_model import MODEL_FOLDER
 from mindnlp_dp.report.figures import draw_comparison, ranks
 from mindnlp_dp.report.runs import read_runs
 from mindnlp_dp.runtime.atomic_write import atomic_write

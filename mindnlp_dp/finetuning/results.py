@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindnlp_dp.finetuning.saved_model import MODEL_FOLDER
 from mindnlp_dp.finetuning.settings import RunConfig
 from mindnlp_dp.report.figures import draw_png
 from mindnlp_dp.report.pipeline_figure import pipeline_of
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     # A recipe reports wrong settings before MindSpore is imported.
     from mindnlp_dp.finetuning.recorder import TimeRecorder
 
-PLOT_FILE, MODEL_FOLDER, INITIAL_MODEL_FOLDER = "training.png", "model", "initial_model"
+PLOT_FILE, INITIAL_MODEL_FOLDER = "training.png", "initial_model"
 
 
 def make_report(

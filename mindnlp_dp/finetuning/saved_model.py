@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.finetuning.pretrained import load_pretrained
-from mindnlp_dp.finetuning.results import MODEL_FOLDER
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import peft_api, transformers_api
+
+# The folder in a run's output_dir.
+MODEL_FOLDER = "model"
 
 # What the recipes save, by PEFT's names: the library's class, and the recipe.
 AUTO_CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification"}

@@ -92,8 +92,8 @@ def parallelize(
             every rank, and then with the sharded model; if they differ, this is an error that names the first layer
             that differs. For models that fit on one rank; on a mesh that shards nothing it has no effect. After the
             error the model is sharded: build it again.
-        units, keep_gathered: what gathers its weights together on a mesh with the axis "fsdp", and whether it keeps
-            them (:func:`~mindnlp_dp.fully_shard`).
+        units: what gathers its weights together on a mesh with the axis "fsdp" (:func:`~mindnlp_dp.fully_shard`).
+        keep_gathered: whether these weights are kept from the forward to the backward pass.
         param_dtype: "bfloat16", on devices, or "float16": the type in which the model computes, on a mesh of "dp" and
             "fsdp". Each layer casts its weights; parameters, gradients between ranks and the optimizer's state stay in
             float32.

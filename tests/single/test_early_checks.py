@@ -101,8 +101,12 @@ def test_only_rank_0_refuses_more_ranks_than_samples(folder):
         ("--config none.yaml", 2, "none.yaml: the file does not exist"),
     ],
 )
-def test_the_quickstart_checks_its_flags_before_it_installs(tmp_path, flags, code, message):
-    environ = {**os.environ, "VENV": str(tmp_path / "venv"), "PYTHON": sys.executable}
+def test_the_quickstart_checks_its_flags_before_it_installs(tmp_path, tmp_path_factory, flags, code, message):
+    """Use a Python that has no packages, not even NumPy: -S leaves out site-packages."""
+    python = tmp_path_factory.mktemp("bin") / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    environ = {**os.environ, "VENV": str(tmp_path / "venv"), "PYTHON": str(python)}
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
     assert done.returncode == code

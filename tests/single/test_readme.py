@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from unicodedata import east_asian_width
 
 import pytest
 
@@ -34,6 +35,18 @@ def test_links_and_paths_in_pages_exist(page):
     assert what_is_missing(page.read_text(encoding="utf-8"), page.parent) == []
 
 
+@pytest.mark.parametrize("name", [f"{folder}{name}" for folder in ("", "homework/") for name in READMES])
+def test_links_of_a_readme_to_sections_are_those_that_github_makes_of_the_headings(name):
+    def section(heading):
+        heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading.strip())
+        return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+    readme = ROOT / name
+    for link, target in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)]+)\)", readme.read_text(encoding="utf-8")):
+        text = (readme.parent / link if link else readme).read_text(encoding="utf-8")
+        assert target in map(section, re.findall(r"^#+ (.*)$", text, re.MULTILINE)), f"{link}#{target}"
+
+
 def test_missing_paths_in_a_page_are_found():
     text = "[a](docs/launching.md) [b](docs/none.md#top) `scripts/none.sh` mindnlp_dp/none/, configs/no.yml."
     wrong = ["docs/none.md", "docs/none.md", "scripts/none.sh", "mindnlp_dp/none/", "configs/no.yml"]
@@ -47,11 +60,19 @@ def test_public_names_in_pages_exist(page):
 
 def test_modules_named_in_pages_exist(page):
     for name in set(re.findall(r"\bmindnlp_dp(?:\.\w+)+", page.read_text(encoding="utf-8"))) - {"mindnlp_dp.NAME"}:
-        found = dp
-        for at, part in enumerate(name.split(".")[1:], start=2):
-            if not hasattr(found, part):
-                importlib.import_module(".".join(name.split(".")[:at]))
-            found = getattr(found, part)
+        # A function may have the name of its file, so modules are looked for first.
+        module, rest = name, []
+        while not is_module(module):
+            module, _, attribute = module.rpartition(".")
+            rest.insert(0, attribute)
+        found = importlib.import_module(module)
+        for attribute in rest:
+            found = getattr(found, attribute)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def test_every_public_name_resolves():
@@ -84,6 +105,15 @@ def test_pages_name_enough_paths_names_and_commands():
 @pytest.mark.parametrize("name", READMES)
 def test_a_readme_has_at_most_150_lines(name):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("name", [f"{folder}{name}" for folder in ("", "homework/") for name in READMES])
+def test_code_in_a_readme_fits_the_width_of_github(name):
+    """Count 96 columns, which a window of 1300 pixels shows; a Chinese character takes two."""
+    blocks = re.findall(r"^```.*?^```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) > 20
+    assert [line for line in lines if sum(1 + (east_asian_width(char) in "WF") for char in line) > 96] == []
 
 
 @pytest.mark.parametrize("folder", ["", "homework"])
