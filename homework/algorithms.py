@@ -4,8 +4,8 @@
     python homework/algorithms.py --plot outputs/algorithms.png        (needs MPI: pip install "mindnlp-dp[mpi]")
 
 The algorithms are Reduce + Broadcast, DataParallel, a parameter server and the ring; theory/all_reduce.py has them. For
-each, the table compares the bytes and messages of the rank that sends most with the formula, and the time of an
-all-reduce with the prediction of a cost model.
+each, the table has the bytes and messages of the rank that sends most, compares those of all ranks with the formulas,
+and compares the time of an all-reduce with the prediction of a cost model. docs/all_reduce.md explains them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ _PATTERN = {"ring": "all at once"}
 
 
 def measure(world_sizes: Sequence[int], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Run one job after another, one for each number of ranks; return a row for each algorithm and size.
+    """Run one job after another, one for each number of ranks; return what each of them has measured.
 
     Raises:
         LaunchError: a job could not start.
         RuntimeError: a job failed.
     """
     command = [JOB, "--bytes", *map(str, sizes)]
-    jobs = [run_measurement(command, world_size) for world_size in world_sizes]
-    return [row for job in jobs for row in table_rows(job)]
+    return [run_measurement(command, world_size) for world_size in world_sizes]
 
 
 def table_rows(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -67,9 +66,10 @@ def table_rows(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print one line for each algorithm and number of ranks."""
+    """Print one line for each algorithm, number of ranks and size of the array."""
+    print("sent and messages: of the rank that sends most; formula: whether those of all ranks equal theory/costs.py")
     print(
-        f"{'ranks':>5}  {'algorithm':18}{'array':>10}{'sent, most':>13}{'messages':>10}{'formula':>9}"
+        f"\n{'ranks':>5}  {'algorithm':18}{'array':>10}{'sent':>13}{'messages':>10}{'formula':>9}"
         f"{'measured':>12}{'predicted':>12}"
     )
     previous = None
@@ -83,6 +83,17 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['messages_sent']:10}{'equal' if row['equals_formula'] else 'DIFFERS':>9}"
             f"{1e3 * row['seconds']:9.3f} ms{1e3 * row['predicted_seconds']:9.3f} ms"
         )
+
+
+def print_models(jobs: Sequence[dict[str, Any]]) -> None:
+    """Print the fitted cost models, by which the times are predicted."""
+    print("\nA message of n bytes is predicted to take latency + n / bandwidth, and an addition n / its own rate:")
+    for job in jobs:
+        for pattern, model in job["models"].items():
+            latency, *per_byte = model
+            bandwidth, adding = (f"{1e-9 / each:.2f} GB/s" if each else "not limited" for each in per_byte)
+            ranks = f"{job['world_size']:5} ranks, {pattern + ':':15}"
+            print(f"{ranks} latency {1e6 * latency:.1f} us, bandwidth {bandwidth}, adding {adding}")
 
 
 def _bytes(number: float) -> str:
@@ -162,13 +173,19 @@ def main() -> int:
         print("\n\n".join(explain(args.explain, world_size) for world_size in args.nproc))
         return 0
     cores = len(os.sched_getaffinity(0))
+    if max(args.nproc) > cores:
+        print(f"note: {max(args.nproc)} ranks share {cores} cores: their times are not those of ranks with a core each")
     try:
-        rows = measure(args.nproc, args.bytes)
+        jobs = measure(args.nproc, args.bytes)
     except (LaunchError, RuntimeError) as error:
         sys.exit(f"error: {error}")
+    rows = [row for job in jobs for row in table_rows(job)]
     print(f"{cores} cores; all-reduce of float32; times are medians, of the slowest rank")
     print_table(rows)
-    is_written = write_outputs({"cores": cores, "rows": rows}, args.json, lambda path: plot(rows, path), args.plot)
+    print_models(jobs)
+    models = {job["world_size"]: job["models"] for job in jobs}
+    numbers = {"cores": cores, "rows": rows, "models": models}
+    is_written = write_outputs(numbers, args.json, lambda path: plot(rows, path), args.plot)
     return 0 if is_written and all(row["equals_formula"] for row in rows) else 1
 
 

@@ -4,6 +4,7 @@
 
 It trains a small RoBERTa with one rank and with several, once with a constant global batch (Amdahl) and once with a
 constant batch of each rank (Gustafson), fits the parallel fraction, and prints what the laws predict for more ranks.
+docs/scaling.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -57,24 +58,29 @@ def print_report(fitted: dict[str, dict[str, Any]]) -> None:
     """Print the measured throughput, the fitted fractions and the predictions."""
     for law, (way, speedup_of) in LAWS.items():
         found = fitted[law]
-        print(f"\n{law.capitalize()}: the {way}; parallel fraction {found['fraction']:.4f}")
+        largest = max(found["speedups"])
+        fraction = f"parallel fraction {100 * found['fraction']:.2f} %, fitted at {largest} ranks"
+        print(f"\n{law.capitalize()}: the {way}; {fraction}")
         predicted: Sequence[int] = _PREDICTED
         if not found["fits"]:
             predicted = ()
             how = "slower than one" if found["fraction"] == 0.0 else "faster than their number allows"
-            print(
-                f"note: {max(found['speedups'])} ranks are {how}, so no parallel fraction fits, "
-                "and no prediction is made"
-            )
-        print(f"{'ranks':>7}{'rate of one':>14}{'efficiency':>12}{'samples/s':>12}{'speed-up':>10}{'the law says':>14}")
+            print(f"note: {largest} ranks are {how}, so no parallel fraction fits, and no prediction is made")
+        print(f"{'ranks':>7}{'measured':>17}{'speed-up':>11}{'efficiency':>12}{'the law says':>27}")
         for world_size in sorted({*found["speedups"], *predicted}):
             law_says = speedup_of(world_size, found["fraction"])
+            shown = f"{_rate(found['one'], law_says, world_size):>18}{law_says:9.2f} x"
             measured = found["speedups"].get(world_size)
-            efficiency = (law_says if measured is None else measured) / world_size
-            rate = throughput(found["one"], world_size, efficiency)
-            shown = "" if measured is None else f"{measured:.2f}"
-            print(f"{world_size:7}{found['one']:14.0f}{efficiency:12.3f}{rate:12.0f}{shown:>10}{law_says:14.2f}")
-    print("\nA row without a speed-up is the law's prediction: rate of one x ranks x efficiency.")
+            if measured is None:
+                print(f"{world_size:7}{'-':>17}{'-':>11}{'-':>12}{shown}")
+                continue
+            rate, efficiency = _rate(found["one"], measured, world_size), f"{100 * measured / world_size:.1f} %"
+            print(f"{world_size:7}{rate:>17}{measured:9.2f} x{efficiency:>12}{shown}")
+    print("\nspeed-up: times the samples/s of one rank; efficiency: the speed-up divided by the number of ranks")
+
+
+def _rate(rate_of_one: float, speedup: float, world_size: int) -> str:
+    return f"{throughput(rate_of_one, world_size, speedup / world_size):.0f} samples/s"
 
 
 def plot(fitted: dict[str, dict[str, Any]], path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from theory.all_reduce import ALGORITHMS
+from theory.costs import traffic
 from theory.endpoint import Message, run_ranks
 
 _INTRODUCTIONS = {
@@ -17,6 +18,7 @@ _INTRODUCTIONS = {
     "parameter_server": "Workers push their gradients to the server, rank 0, and pull the new parameters from it.",
     "ring": "The array is split into {n} chunks. Every rank sends to its right neighbor only, all of them at once.",
 }
+_FORMULAS = {"reduce_broadcast": "N-1", "data_parallel": "N-1", "parameter_server": "N-1", "ring": "2(N-1)/N"}
 
 
 def explain(algorithm: str, world_size: int) -> str:
@@ -27,19 +29,26 @@ def explain(algorithm: str, world_size: int) -> str:
 
     results, endpoints = run_ranks(world_size, run)
     lines = [f"{algorithm}, {world_size} ranks. {_INTRODUCTIONS[algorithm].format(n=world_size)}"]
-    lines.append("In brackets: the ranks whose numbers a message holds the sum of.")
+    lines.append("In brackets: the ranks whose arrays are summed in the message.")
     messages = [message for endpoint in endpoints for message in endpoint.sent]
     for phase in _in_order(messages):
         lines += ["", phase]
         lines += [_line(message) for message in messages if message.phase == phase]
     whole = {_contents(result) for result in results}
     lines += ["", f"Now every rank holds the sum of {' '.join(sorted(whole))}."]
-    sent = [(endpoint.messages_sent, endpoint.bytes_sent // 8) for endpoint in endpoints]
+    array_bytes = results[0].nbytes
     lines += [
-        f"rank {rank} sent {count} messages, {items / world_size:.2f} times the array"
-        for rank, (count, items) in enumerate(sent)
+        f"rank {endpoint.rank} sent {_messages(endpoint.messages_sent)}, {endpoint.bytes_sent / array_bytes:.2f} times "
+        f"the array, and received {endpoint.bytes_received / array_bytes:.2f} times the array"
+        for endpoint in endpoints
     ]
+    name, times = _FORMULAS[algorithm], traffic(algorithm, 0, world_size, world_size, 1).num_bytes / world_size
+    lines.append(f"formula: rank 0 sends {name} = {times:.2f} times the array, with N = {world_size}")
     return "\n".join(lines)
+
+
+def _messages(count: int) -> str:
+    return f"{count} message{'' if count == 1 else 's'}"
 
 
 def _in_order(messages: list[Message]) -> list[str]:

@@ -20,11 +20,10 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 BLOCK = re.compile(r'^```(bash|python|diff|text)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 # Numbers and digests in the output that a page shows; those with these units depend on the machine.
 NUMBER = re.compile(r"(?<![\w.])(?:[0-9a-f]{16}|\d+(?:\.\d+)?)(?!\w)")
-MEASURED = re.compile(r" (?:s\b|samples/s|tokens/s|GiB|%)")
+MEASURED = re.compile(r" (?:s|ms|us|samples/s|tokens/s|GiB|GB/s|x)\b| %")
 TOLERANCE = 0.05
 # The environment of these tests is installed, and test_wheel.sh installs another. The page on two hosts needs two;
-# tests/two_hosts.sh, its last block, is a step of its own in scripts/test.sh.
-# vLLM and the hub are not here.
+# tests/two_hosts.sh, its last block, is a step of its own in scripts/test.sh. vLLM and the hub are not here.
 NOT_RUN = ("git clone", "vllm serve")
 # The blocks of Transformers on PyTorch, whose Python this variable names.
 TORCH, TORCH_BLOCKS = "TORCH_PYTHON_4", "from transformers"
@@ -37,6 +36,9 @@ PAGES = {
     "llm_lora": r"(?s)perplexity .*written to .*perplexity .*report\.html",
     # The same perplexity with one process and with two ranks that share each row.
     "long_rows": r"(?s)evaluation +(?P<found>perplexity \d+\.\d).*evaluation +(?P=found)",
+    # The chapters of the course: every formula equals what was counted, and both laws are fitted.
+    "../all_reduce": r"(?s)\A(?!.*DIFFERS)(?=.*ring .* equal)",
+    "../scaling": r"(?s)Amdahl: .*Gustafson: ",
     # After the export, the answer is what was taught, and its end is the turn's.
     "../after_training": r"(?s)perplexity .*perplexity .*written to outputs/merged.*method of a file\.\n.*perplexity",
 }
@@ -104,7 +106,7 @@ def test_differences_of_a_page_are_applied_to_the_file():
 @pytest.mark.skipif(mindnlp_series() != "0.4", reason="the recipes are for MindNLP 0.4")
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_of_every_tutorial_run_and_print_the_expected_results(tmp_path, page):
-    for name in ("scripts", "configs"):
+    for name in ("scripts", "configs", "homework"):
         (tmp_path / name).symlink_to(ROOT / name)
     bin_folder = Path(sys.executable).parent
     environ = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}

@@ -129,7 +129,7 @@ def test_an_error_of_one_rank_ends_all_ranks_and_is_raised():
 
 RING_OF_FOUR = """\
 ring, 4 ranks. The array is split into 4 chunks. Every rank sends to its right neighbor only, all of them at once.
-In brackets: the ranks whose numbers a message holds the sum of.
+In brackets: the ranks whose arrays are summed in the message.
 
 scatter-reduce 1 of 3
   rank 0 ── chunk 0 [0] ──▶ rank 1
@@ -168,10 +168,11 @@ all-gather 3 of 3
   rank 3 ── chunk 2 [0+1+2+3] ──▶ rank 0
 
 Now every rank holds the sum of [0+1+2+3].
-rank 0 sent 6 messages, 1.50 times the array
-rank 1 sent 6 messages, 1.50 times the array
-rank 2 sent 6 messages, 1.50 times the array
-rank 3 sent 6 messages, 1.50 times the array"""
+rank 0 sent 6 messages, 1.50 times the array, and received 1.50 times the array
+rank 1 sent 6 messages, 1.50 times the array, and received 1.50 times the array
+rank 2 sent 6 messages, 1.50 times the array, and received 1.50 times the array
+rank 3 sent 6 messages, 1.50 times the array, and received 1.50 times the array
+formula: rank 0 sends 2(N-1)/N = 1.50 times the array, with N = 4"""
 
 
 def test_explain_prints_the_ring_of_four_ranks():

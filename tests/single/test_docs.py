@@ -75,17 +75,28 @@ def test_chinese_pages_have_the_headings_code_and_links_of_the_english_ones(page
     assert sorted(links[0]) == sorted(links[1])
 
 
-# --- course.md ---
+# --- course.md, and its chapters ---
 
 
-def test_examples_on_the_course_page_give_what_the_page_shows():
-    blocks = re.findall(r"^```pycon\n(.*?)^```", read(DOCS / "course.md"), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
-    for number, block in enumerate(blocks):
-        said = []
-        example = doctest.DocTestParser().get_doctest(block, {}, f"course.md, block {number}", "course.md", 0)
-        result = doctest.DocTestRunner().run(example, out=said.append)
-        assert result.failed == 0, "".join(said)
+@pytest.mark.core
+@pytest.mark.parametrize(("page", "blocks"), [("course.md", 4), ("all_reduce.md", 3), ("scaling.md", 4)])
+def test_python_examples_of_the_course_pages_give_what_the_pages_show(page, blocks):
+    """Run the examples of a page one after the other, as a reader types them."""
+    examples = re.findall(r"^```pycon\n(.*?)^```", read(DOCS / page), re.DOTALL | re.MULTILINE)
+    assert len(examples) == blocks
+    said = []
+    test = doctest.DocTestParser().get_doctest("".join(examples), {}, page, page, 0)
+    result = doctest.DocTestRunner().run(test, out=said.append)
+    assert result.failed == 0, "".join(said)
+
+
+@pytest.mark.parametrize("suffix", ["", ".zh"])
+def test_the_picture_of_the_ring_shows_the_messages_of_a_run(suffix):
+    """Compare the file with what its script draws from the messages of a ring all-reduce."""
+    spec = importlib.util.spec_from_file_location("ring_all_reduce", DOCS / "images" / "ring_all_reduce.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert read(DOCS / "images" / f"ring_all_reduce{suffix}.svg") == script.drawing(script.TEXTS[suffix])
 
 
 def test_commands_on_the_course_page_explain_the_algorithms():
@@ -98,7 +109,7 @@ def test_commands_on_the_course_page_explain_the_algorithms():
     finally:
         sys.path.remove(str(ROOT / "homework"))
     for name in names:
-        sent = re.findall(r"rank \d sent \d messages, (\S+) times", explain(name, 4))
+        sent = re.findall(r"rank \d sent \d messages?, (\S+) times the array, and", explain(name, 4))
         assert sent == (["1.50"] * 4 if name == "ring" else ["3.00", "1.00", "1.00", "1.00"]), name
 
 
@@ -256,8 +267,9 @@ def test_measured_numbers_are_only_on_the_benchmarks_pages():
     assert len(measured) > 80
     others = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     others += [page for page in DOCS.glob("*.md") if page not in BENCHMARKS]
-    # The numbers that a plan, an estimate or an example prints are computed, not measured.
-    computed = re.compile(r"^```(\nmodel |console\n\$ mindnlp-dp estimate |pycon\n).*?^```$", re.M | re.S)
+    # The numbers that a plan, an estimate or an example prints are computed, and test_tutorials.py compares a
+    # block of text with what its command prints.
+    computed = re.compile(r"^```(\nmodel |console\n\$ mindnlp-dp estimate |pycon\n|text\n).*?^```$", re.M | re.S)
     texts = {page.name: computed.sub("", read(page)) for page in others}
     assert {name: both for name, text in texts.items() if (both := decimals(text) & measured)} == {}
 
