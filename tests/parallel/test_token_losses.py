@@ -427,7 +427,8 @@ def test_a_failed_update_removes_its_hooks_from_the_model(group):
     micro_batches.update(start_positions=np.array([0, 99] * 4), end_positions=np.arange(8))
     accumulate = step.synchronizer.accumulate
 
-    def fail(*args):
+    def fail(*args, **options):
+        accumulate(*args, **options)
         raise KeyboardInterrupt
 
     step.synchronizer.accumulate = fail
