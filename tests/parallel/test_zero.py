@@ -626,7 +626,7 @@ def test_optimizer_state_moves_between_flat_arrays_and_the_stock_step(group, alo
         own_step(job, job.optimizer)
         job.run(2)
         assert job.updater.optimizer_state()["state"][0]["step"] == 6
-    for mine, other in zip(jobs[1].weights(), jobs[0].weights(), strict=True):
+    for mine, other in zip(jobs[1].weights(), jobs[0].weights()):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-7)
 
 
@@ -797,5 +797,5 @@ def test_two_synchronizers_of_which_one_has_float16_update_like_each_alone(group
         gradients = [*gradients_of(number), *(g.astype(mindspore.float16) for g in gradients_of(number)[:3])]
         for step, mine in zip(steps, (gradients, gradients[: len(SHAPES)], gradients[len(SHAPES) :])):
             step([MicroStep(1.0, mine, 1.0)] if group.is_main else [], number, as_computed)
-    for one, other in zip([*halves[0], *halves[1]], [*alone[0], *alone[1]], strict=True):
+    for one, other in zip([*halves[0], *halves[1]], [*alone[0], *alone[1]]):
         np.testing.assert_array_equal(one.asnumpy(), other.asnumpy())

@@ -36,7 +36,7 @@ def test_all_reduce_returns_the_sum_and_its_traffic_equals_the_formula(algorithm
     results, endpoints = run_ranks(world_size, lambda endpoint: ALGORITHMS[algorithm](endpoint, mine[endpoint.rank]))
     for result in results:
         np.testing.assert_array_equal(result, np.sum(before, axis=0, dtype=np.float32))
-    for array, original in zip(mine, before, strict=True):
+    for array, original in zip(mine, before):
         np.testing.assert_array_equal(array, original)
     for rank, endpoint in enumerate(endpoints):
         expected = traffic(algorithm, rank, world_size, length)

@@ -395,7 +395,7 @@ def test_matmul_without_onednn_gives_the_same_products(monkeypatch):
     with_it = matmul.product(a, b, bias), matmul.matmul(many, many.swapaxes(-1, -2)), matmul.matmul(a, b)
     monkeypatch.setattr(matmul.onednn, "is_available", lambda: False)
     without = matmul.product(a, b, bias), matmul.matmul(many, many.swapaxes(-1, -2)), matmul.matmul(a, b)
-    for x, y in zip(with_it, without, strict=True):
+    for x, y in zip(with_it, without):
         np.testing.assert_allclose(x, y, atol=1e-4)
 
 
@@ -573,7 +573,7 @@ class TestUnusualInputs:
     @pytest.mark.parametrize("function", [F.gelu, lambda x: F.gelu(x, approximate="tanh"), quick_gelu])
     def test_gelu_of_infinity_and_nan_matches_mindspore(self, function):
         mine, theirs = (value_and_gradients(function, [self.INFINITE], kernels) for kernels in ("auto", "mindspore"))
-        for x, y in zip(mine, theirs, strict=True):
+        for x, y in zip(mine, theirs):
             # Whether GELU of infinity is infinity or no number depends on the core.
             is_finite = np.isfinite(y)
             np.testing.assert_array_equal(np.isfinite(x), is_finite)
@@ -1006,7 +1006,7 @@ class TestWholeModels:
         for kernels in ("auto", "mindspore"):
             dispatch.choose(kernels, 1)
             results.append([x.asnumpy() for x in run()])
-        for mine, theirs in zip(*results, strict=True):
+        for mine, theirs in zip(*results):
             np.testing.assert_allclose(mine, theirs, atol=2e-5 * max(1, np.abs(theirs).max()))
 
     @pytest.mark.parametrize(

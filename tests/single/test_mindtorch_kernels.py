@@ -80,7 +80,7 @@ def test_mindtorch_calls_our_kernels_and_gets_the_same_values(name, monkeypatch)
     theirs = value_and_gradients(function, shapes, "mindspore")
     assert not called
     np.testing.assert_allclose(mine[0], theirs[0], rtol=2e-5)
-    for ours, other in zip(mine[1], theirs[1], strict=True):
+    for ours, other in zip(mine[1], theirs[1]):
         np.testing.assert_allclose(ours, other, rtol=2e-4, atol=2e-5)
 
 
@@ -110,7 +110,7 @@ def test_models_with_our_kernels_match_mindspore_kernels(kind):
         value = torch.autograd.value_and_grad(forward, weights)()
         results[kernels] = float(value.asnumpy()), [None if w.grad is None else w.grad.asnumpy() for w in weights]
     np.testing.assert_allclose(results["auto"][0], results["mindspore"][0], rtol=1e-5)
-    for ours, other in zip(results["auto"][1], results["mindspore"][1], strict=True):
+    for ours, other in zip(results["auto"][1], results["mindspore"][1]):
         assert (ours is None) == (other is None)
         if ours is not None:
             np.testing.assert_allclose(ours, other, rtol=1e-3, atol=1e-5)

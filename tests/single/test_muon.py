@@ -75,7 +75,7 @@ def test_fifty_updates_equal_the_reference_with_and_without_a_train_step(adjust_
         optimizer.step()
         synchronizer.accumulate([mindspore.Tensor(gradient(step, index)) for index in range(len(SHAPES))])
         updater.step(updater.receive(synchronizer.reduce(in_place=updater.reads_buckets), synchronizer))
-    for one, other in zip(mine, ours, strict=True):
+    for one, other in zip(mine, ours):
         np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), atol=2e-6)
     for parameter, expected in zip(ours, by_reference(optimizer, 50)):
         np.testing.assert_allclose(parameter.asnumpy(), expected, atol=1e-5)

@@ -68,13 +68,13 @@ def lars(weight_decay, lr=0.5, momentum=0.9, eta=0.01, trust=True):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_lamb_matches_the_algorithm_of_the_paper(weight_decay, trust):
     mine = run(lambda p: LAMB(p, 0.02, (0.9, 0.99), weight_decay=weight_decay, use_trust_ratio=trust))
-    for one, expected in zip(mine, lamb(weight_decay, trust=trust), strict=True):
+    for one, expected in zip(mine, lamb(weight_decay, trust=trust)):
         np.testing.assert_allclose(one, expected, rtol=2e-5, atol=1e-6)
 
 
 def test_max_trust_ratio_bounds_the_ratio_of_lamb():
     mine = run(lambda p: LAMB(p, 0.02, (0.9, 0.99), weight_decay=0.1, max_trust_ratio=0.5))
-    for one, expected in zip(mine, lamb(0.1, max_ratio=0.5), strict=True):
+    for one, expected in zip(mine, lamb(0.1, max_ratio=0.5)):
         np.testing.assert_allclose(one, expected, rtol=2e-5, atol=1e-6)
 
 
@@ -173,7 +173,7 @@ def test_optimizer_settings_out_of_range_are_refused(make, said):
 def test_a_lamb_or_lars_step_reads_from_the_device_once(monkeypatch, make):
     on_host = run(make)
     monkeypatch.setattr(mindspore, "get_context", lambda key: "Ascend")
-    for mine, expected in zip(run(make), on_host, strict=True):
+    for mine, expected in zip(run(make), on_host):
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
     parameters = [nn.Parameter(mindspore.Tensor(x.astype(np.float32))) for x in start()]
     optimizer = make(parameters)
