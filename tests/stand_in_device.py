@@ -302,7 +302,15 @@ class StandInDevice:
 
     def _all_gather_into_tensor(self, output_tensor, input_tensor, group, async_op):
         assert (output_tensor.shape[0], output_tensor.dtype) == (2 * input_tensor.shape[0], input_tensor.dtype)
-        output_tensor.assign_value(ops.cat((input_tensor, input_tensor)))
+        total = ops.cat((input_tensor, input_tensor))
+
+        def end():
+            output_tensor.assign_value(total)
+
+        if not async_op:
+            return end()
+        _spoil(output_tensor)
+        return Handle(end)
 
     def _all_to_all_single(self, output, input, output_split_sizes, input_split_sizes, **_):
         first = input_split_sizes[0]

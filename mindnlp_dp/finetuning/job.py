@@ -44,9 +44,12 @@ def sharded(
                 schedule=config.pipeline_schedule,
                 layers_per_stage=layers_per_stage,
                 check=first_batch() if config.check_plan else None,
+                param_dtype=args.param_dtype,
             )
         elif config.zero_stage == "3":
-            model = dp.fully_shard(model)
+            model = dp.fully_shard(model, param_dtype=args.param_dtype)
+        elif args.param_dtype:
+            model = dp.parallelize(model, param_dtype=args.param_dtype)
         if args.gradient_checkpointing:
             dp.enable_recompute(model, args.recompute_layers)
     return model

@@ -63,6 +63,7 @@ def training_arguments(config: ParallelConfig, mesh: dp.DeviceMesh, **more: Any)
             bucket_cap_mb=config.bucket_cap_mb or None,
             overlap=config.overlap if config.overlap == "auto" else config.overlap == "true",
             compression=config.compression or None,
+            param_dtype=config.param_dtype or None,
             powersgd_rank=config.powersgd_rank,
             gradient_checkpointing=config.gradient_checkpointing,
             recompute_layers=_layers(config.recompute_layers),

@@ -140,6 +140,7 @@ class ParallelConfig(RunConfig):
     overlap: str = setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
     compression: str = setting("", "gradient compression: fp16, bf16 or powersgd; empty: none")
     powersgd_rank: int = setting(4, "the rank of PowerSGD's approximation")
+    param_dtype: str = setting("", "the type that the model computes in: bfloat16 (devices) or float16; empty: float32")
     zero_stage: str = setting("auto", "ZeRO stage 0, 1, 2 or 3; auto: the fastest of 0 to 2")
     trace: str = setting("", "a file for the timeline of all ranks, for chrome://tracing or ui.perfetto.dev")
     profile: str = setting("", "FROM:TO: write a trace of these updates, with operators, to profile.json in output_dir")
@@ -160,9 +161,13 @@ class ParallelConfig(RunConfig):
         return self.save_best or ("loss" if self.early_stopping else "")
 
     def _check_fully_sharded(self, axes: list[str]) -> None:
-        others = [axis for axis in axes if axis not in ("dp", "fsdp")]
+        others = [axis for axis in axes if axis not in ("dp", "fsdp", "sp")]
+        if self.param_dtype and others:
+            raise InputError(f"param_dtype with mesh={self.mesh}: it is for dp, fsdp and sp")
+        if self.zero_stage != "3" and "fsdp" not in axes:
+            return
         for name, is_wrong, expected in (
-            ("mesh", others, "it is for data parallelism, dp and fsdp"),
+            ("mesh", others, "it is for dp, fsdp and sp"),
             ("zero_stage", self.zero_stage not in ("auto", "3"), "fsdp is stage 3"),
             ("optimizer", self.optimizer != "adamw", "ranks have shards of matrices: use adamw"),
             ("compression", self.compression, "leave it out"),
@@ -179,6 +184,7 @@ class ParallelConfig(RunConfig):
             ("save_best", ("", *self.metrics)),
             ("overlap", ("auto", "true", "false")),
             ("compression", ("", "fp16", "bf16", "powersgd")),
+            ("param_dtype", ("", "bfloat16", "float16")),
             ("zero_stage", ("auto", "0", "1", "2", "3")),
             ("kernels", ("auto", "mindspore")),
             ("matmul_precision", ("auto", "highest", "medium")),
@@ -190,8 +196,7 @@ class ParallelConfig(RunConfig):
                 raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
         with as_input_error():
             axes = [axis for axis, size in parse_mesh(self.mesh).items() if size != 1]
-            if self.zero_stage == "3" or "fsdp" in axes:
-                self._check_fully_sharded(axes)
+            self._check_fully_sharded(axes)
             parse_layers(self.pipeline_layers)
         if self.profile:
             # Imported here because it imports NumPy, which is slow.

@@ -27,6 +27,7 @@ def fully_shard(
     *,
     units: RecomputeLayers = True,
     keep_gathered: bool = False,
+    param_dtype: Optional[str] = None,
     weights: Optional[Union[str, Path]] = None,
 ) -> T:
     """Shard all weights of a model over the ranks, in place, with the weights of rank 0. A collective.
@@ -39,6 +40,8 @@ def fully_shard(
         mesh: a mesh with the axis "fsdp", and "dp" for replicas of the shards; by default all ranks are on "fsdp".
         units: the modules that gather their weights together: the layers, as in :func:`~mindnlp_dp.enable_recompute`.
         keep_gathered: layers keep their weights until their backward pass: one gather less, and the memory of all.
+        param_dtype: "bfloat16", on devices, or "float16": the type in which weights are gathered, and in which the
+            model computes. Shards, gradients between ranks and the optimizer's state stay in float32.
         weights: a folder with ``model*.safetensors`` files, as in :func:`~mindnlp_dp.parallelize`.
 
     Raises:
@@ -50,7 +53,7 @@ def fully_shard(
         mesh = init_device_mesh({"fsdp": world.world_size}) if is_replicated else known
     if mesh.sizes["fsdp"] == 1 and mesh.world.world_size > 1:
         raise ValueError(f'fully_shard needs a mesh with the axis "fsdp", got {mesh}; use {{"fsdp": ...}} and "dp"')
-    return parallelize(model, mesh, weights=weights, units=units, keep_gathered=keep_gathered)
+    return parallelize(model, mesh, weights=weights, units=units, keep_gathered=keep_gathered, param_dtype=param_dtype)
 
 
 def gathered(model: Any) -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,8 @@ like any other model::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Optional, TypeVar, Union, overload
 
@@ -19,8 +20,9 @@ import numpy as np
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
-from mindnlp_dp.parallel.fully_sharded.fully_sharded_edits import fully_sharded_edits
+from mindnlp_dp.parallel.fully_sharded.fully_sharded_edits import check_units, fully_sharded_edits
 from mindnlp_dp.parallel.fully_sharded.units import Units
+from mindnlp_dp.parallel.mixed_precision import MixedPrecision, check_param_dtype, mixed_precision_of
 from mindnlp_dp.parallel.model_edits import ModelEdits, ModelIndex
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, check_support, head_of, plan_for, plan_within_adapters
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline, check_pipeline
@@ -50,12 +52,12 @@ def parallelize(
     model: T, mesh: Optional[DeviceMesh] = ..., plan: Optional[ShardingPlan] = ..., *, dry_run: Literal[False] = ...,
     weights: Optional[Union[str, Path]] = ..., schedule: str = ..., recompute: RecomputeLayers = ...,
     layers_per_stage: Sequence[int] = ..., check: Optional[Mapping[str, Any]] = ..., units: RecomputeLayers = ...,
-    keep_gathered: bool = ...,
+    keep_gathered: bool = ..., param_dtype: Optional[str] = ...,
 ) -> T: ...  # fmt: skip
 @overload
 def parallelize(
     model: Any, mesh: Optional[DeviceMesh] = ..., plan: Optional[ShardingPlan] = ..., *, dry_run: Literal[True],
-    layers_per_stage: Sequence[int] = ..., units: RecomputeLayers = ...,
+    layers_per_stage: Sequence[int] = ..., units: RecomputeLayers = ..., param_dtype: Optional[str] = ...,
 ) -> ModelEdits: ...  # fmt: skip
 def parallelize(
     model: Any,
@@ -69,6 +71,7 @@ def parallelize(
     check: Optional[Mapping[str, Any]] = None,
     units: RecomputeLayers = True,
     keep_gathered: bool = False,
+    param_dtype: Optional[str] = None,
     dry_run: bool = False,
 ) -> Any:
     """Shard a model over the ranks of a mesh, in place, with the weights of rank 0. A collective.
@@ -91,6 +94,9 @@ def parallelize(
             error the model is sharded: build it again.
         units, keep_gathered: what gathers its weights together on a mesh with the axis "fsdp", and whether it keeps
             them (:func:`~mindnlp_dp.fully_shard`).
+        param_dtype: "bfloat16", on devices, or "float16": the type in which the model computes, on a mesh of "dp" and
+            "fsdp". Each layer casts its weights; parameters, gradients between ranks and the optimizer's state stay in
+            float32.
         dry_run: change nothing, and return the edits that would give this rank its part of the model
             (:class:`~mindnlp_dp.parallel.model_edits.ModelEdits`); ``print`` shows them.
 
@@ -120,18 +126,18 @@ def parallelize(
         raise ValueError(f"this {type(model).__name__} is sharded already, as {model.parallel.mesh}")
     check_same_structure(named_weights(model), mesh.world)
     placements = replicate_all(model, mesh)
-    is_fully_sharded = mesh.sizes["fsdp"] > 1
-    stage_input, row_weights = StageInput(), RowLossWeights(mesh.group("fsdp" if is_fully_sharded else "ep"))
-    gathering = Units(row_weights, keeps_gathered=keep_gathered) if is_fully_sharded else None
+    stage_input, row_weights = StageInput(), RowLossWeights(mesh.group("fsdp" if mesh.sizes["fsdp"] > 1 else "ep"))
+    gathering = _units(model, mesh, row_weights, keep_gathered=keep_gathered, param_dtype=param_dtype)
 
     def planned() -> ModelEdits:
         check_pipeline(schedule)
-        if gathering is not None:
-            if check is not None or plan is not None:
-                raise ValueError("fsdp gathers the weights of any model: leave out check and plan")
-            index = ModelIndex(model)
-            return ModelEdits(index, placements, fully_sharded_edits(index, placements, gathering, units))
-        return _planned(model, plan, placements, stage_input, row_weights, layers_per_stage=layers_per_stage)
+        axes = functools.partial(
+            _edits_of_axes, model, plan, placements, stage_input, row_weights, layers_per_stage=layers_per_stage
+        )
+        if gathering is None:
+            return axes()
+        _check_options_of_units(mesh, check=check, plan=plan)
+        return _edits_with_units(model, placements, gathering, units, axes)
 
     # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
     edits = mesh.world.run_on(True, planned, "sharding the model")
@@ -149,7 +155,9 @@ def parallelize(
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
     originals = {placements[name].name: weight for name, weight in all_names(model).items()}
     mesh.world.run_on(True, edits.apply, "sharding the model")
-    parallel = ShardedModel(model, placements, row_weights if row_weights.group.world_size > 1 else None, gathering)
+    is_row = row_weights.group.world_size > 1
+    is_fully_sharded = mesh.sizes["fsdp"] > 1
+    parallel = ShardedModel(model, placements, row_weights if is_row else None, gathering if is_fully_sharded else None)
     if mesh.sizes["pp"] > 1:
         parallel.pipeline = Pipeline(model, mesh, stage_input, schedule)
 
@@ -177,7 +185,38 @@ def parallelize(
     return model
 
 
-def _planned(
+def _units(
+    model: Any, mesh: DeviceMesh, weights: RowLossWeights, *, keep_gathered: bool, param_dtype: Optional[str]
+) -> Optional[Units]:
+    """Return what gathers weights, or only casts them; None if no layer needs it. A collective."""
+    known = mixed_precision_of(model)
+    if param_dtype is not None and known is not None:
+        raise ValueError(f"this {type(model).__name__} computes in {known.dtype} already; leave param_dtype out")
+    param_dtype = check_param_dtype(param_dtype, mesh.world)
+    if mesh.sizes["fsdp"] == 1 and param_dtype is None:
+        return None
+    precision = None if param_dtype is None else MixedPrecision(param_dtype)
+    return Units(weights, keeps_gathered=keep_gathered, precision=precision)
+
+
+def _check_options_of_units(mesh: DeviceMesh, *, check: Any, plan: Any) -> None:
+    if check is not None:
+        raise ValueError("check is not supported with fsdp and param_dtype; leave it out")
+    if plan is not None and mesh.sizes["sp"] == 1:
+        raise ValueError("fsdp and param_dtype are for the layers of any model: leave plan out")
+
+
+def _edits_with_units(
+    model: Any, placements: Placements, gathering: Units, units: RecomputeLayers, axes: Callable[[], ModelEdits]
+) -> ModelEdits:
+    """Return the edits of other axes and then of units, which gather before anything of their layer runs."""
+    check_units(model, placements)
+    edits = axes() if placements.mesh.sizes["sp"] > 1 else ModelEdits(ModelIndex(model), placements)
+    edits += fully_sharded_edits(ModelIndex(model), placements, gathering, units)
+    return edits
+
+
+def _edits_of_axes(
     model: Any,
     plan: Optional[ShardingPlan],
     placements: Placements,

@@ -146,7 +146,7 @@ class ShardedModel(DistributedModel):
                 yield
             finally:
                 if self.units is not None:
-                    self.units.enter_backward(None)
+                    self.units.end_passes()
 
     def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
         # A collective of the row: no rank may skip a pass whose tokens go to the experts of the others, or in which

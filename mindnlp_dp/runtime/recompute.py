@@ -163,7 +163,10 @@ class _Pass:
             self._state = RandomState.current()
             return self._stock(*args, **self._kwargs)
         args = tuple(self._containers.get(number, x) for number, x in enumerate(args))
-        with _gradients_enabled(), self._state.replayed(), _unchanged_statistics(self._layer):
+        from mindnlp_dp.runtime.pynative_executor import recording
+
+        # A backward pass runs, in which MindSpore 2.8 leaves it to the caller to record operators.
+        with recording(True), self._state.replayed(), _unchanged_statistics(self._layer):
             return self._stock(*args, **self._kwargs_again)
 
 
@@ -178,19 +181,6 @@ def _copied(x: Any) -> Any:
         vars(new).update({name: _copied(value) for name, value in vars(x).items()})
         return new
     return x
-
-
-@contextlib.contextmanager
-def _gradients_enabled() -> Iterator[None]:
-    """Record operators although a backward pass runs, which MindSpore 2.8 leaves to the caller."""
-    from mindnlp_dp.runtime.pynative_executor import pynative_executor
-
-    before = pynative_executor.enable_grad()
-    pynative_executor.set_enable_grad(True)
-    try:
-        yield
-    finally:
-        pynative_executor.set_enable_grad(before)
 
 
 @contextlib.contextmanager

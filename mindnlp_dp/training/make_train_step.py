@@ -32,6 +32,7 @@ from mindnlp_dp.optim.updater_factory import (
     warn_of_parameters_left_out,
 )
 from mindnlp_dp.parallel.distributed_model import DistributedModel, ReplicatedModel, replicated_model_on_all_ranks
+from mindnlp_dp.parallel.mixed_precision import mixed_precision_of
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
@@ -175,7 +176,7 @@ def make_train_step(
     step = TrainStep(
         synchronizer, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
         resync_tied_weights=distributed.resync_tied_weights,
-        adapters=adapter_check(model, parameters, distributed.world),
+        adapters=adapter_check(model, parameters, distributed.world), precision=mixed_precision_of(model),
     )  # fmt: skip
     span_loss = SpanLoss(model if loss_weight_of is None else None, losses.group)
 

@@ -73,6 +73,7 @@ class Run:
             "scheduler": None if step.updater.scheduler is None else step.updater.scheduler.state_dict(),
             "bucket_order": step.synchronizer.order if keeps_order else None,
             "losses": self.model.group.all_gather_object(step.losses.state()),
+            "mixed_precision": None if step.precision is None else step.precision.state(),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -109,6 +110,8 @@ class Run:
         if step.updater.scheduler is not None:
             step.updater.scheduler.load_state_dict(saved["scheduler"])
         step.losses.load_states(saved["losses"])
+        if step.precision is not None:
+            step.precision.load_state(saved.get("mixed_precision"))
 
 
 def _other_optimizer(optimizer: Any, saved_groups: Iterable[Mapping[str, Any]]) -> Optional[ValueError]:

@@ -19,6 +19,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep, Synchronizer
 from mindnlp_dp.optim.updater import Updater
+from mindnlp_dp.parallel.mixed_precision import MixedPrecision
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.training.adapter_gradients import AdapterCheck
 from mindnlp_dp.training.metrics import (
@@ -51,7 +52,7 @@ class TrainStep:
     is left out. Without ``leave_out_bad_losses`` both raise FloatingPointError on every rank.
     ``resync_tied_weights`` is called after every update of the weights, and ``adapters`` checks the gradients of
     the first one. ``before_update`` and ``after_update`` are called around the optimizer's step, the latter before
-    the scheduler steps.
+    the scheduler steps. An overflow that the scale of ``precision`` explains halves it, and is not reported.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TrainStep:
         adapters: Optional[AdapterCheck] = None,
         before_update: Optional[Callable[[], None]] = None,
         after_update: Callable[[], None] = lambda: None,
+        precision: Optional[MixedPrecision] = None,
     ) -> None:
         self.synchronizer = synchronizer
         self.updater = updater
@@ -77,6 +79,7 @@ class TrainStep:
         self._resync_tied_weights = resync_tied_weights
         self._adapters = adapters
         self._before_update, self._after_update = before_update, after_update
+        self.precision = precision
         # The losses of this rank's micro-steps in the last update, with their weights; also of those that were left
         # out.
         self.last_losses: list[tuple[float, float]] = []
@@ -103,7 +106,7 @@ class TrainStep:
             result = self.updater.step(
                 gradients if sync.total_loss_weight > 0 else None, self.max_grad_norm,
                 span=functools.partial(self.timeline.span, step=step),
-                on_problem=functools.partial(report_nonfinite_gradient, step=step, continues=self.leave_out_bad_losses),
+                on_problem=functools.partial(self._report_nonfinite_gradient, step),
                 before_update=self._before_update, after_update=self._complete_update,
             )  # fmt: skip
         for loss, loss_weight in losses:
@@ -112,7 +115,13 @@ class TrainStep:
         heartbeat.finish_update(step + 1, losses)
         return result.norm
 
+    def _report_nonfinite_gradient(self, step: int, problem: str) -> None:
+        if self.precision is None or not self.precision.reduce_scale():
+            report_nonfinite_gradient(problem, step=step, continues=self.leave_out_bad_losses)
+
     def _complete_update(self) -> None:
+        if self.precision is not None:
+            self.precision.count_update()
         self._resync_tied_weights()
         self._after_update()
 

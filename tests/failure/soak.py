@@ -2,7 +2,7 @@
 """Run the quickstart as one elastic job of 1 to 3 ranks, with many faults at random moments.
 
     python tests/failure/soak.py [--faults 200] [--backend mpi] [--hang-timeout 8] [--num-epochs N]
-                                  [--seed 0] [--json FILE]
+                                  [--zero-stage 3] [--seed 0] [--json FILE]
 
 Each fault hits a job that has made an update since the last fault: SIGKILL, SIGTERM, SIGSTOP (which the job must detect
 as a hang) or SIGINT to a rank, or SIGKILL to mpirun. After the last fault the job runs to its end. It must end with 0,
@@ -49,7 +49,7 @@ def command(place: Path, options: argparse.Namespace, num_epochs: int) -> list[s
         "--hang-timeout", str(options.hang_timeout), "--backend", options.backend, "--tee", "none",
         "--log-dir", str(place / "logs"),
         str(ROOT / "scripts/finetune.py"), "--config", str(ROOT / "configs/quickstart_cpu.yaml"), "--output-dir",
-        str(place / "out"), "--save-steps", "5", "--num-epochs", str(num_epochs),
+        str(place / "out"), "--save-steps", "5", "--num-epochs", str(num_epochs), "--zero-stage", options.zero_stage,
     ]  # fmt: skip
 
 
@@ -162,6 +162,7 @@ def main() -> int:
     # Longer than rank 0 takes to prepare the data while the others wait.
     parser.add_argument("--hang-timeout", type=float, default=8, help="seconds; more where other programs run")
     parser.add_argument("--num-epochs", type=int, help="of the job, which must outlast the faults")
+    parser.add_argument("--zero-stage", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -18,7 +18,9 @@ from tiny_transformers import DECODERS, LORA, batch, build, rows, train, whole_w
 import mindnlp_dp as dp
 from mindnlp_dp import optim as dp_optim
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.parallel.fully_sharded import units as units_module
+from mindnlp_dp.parallel.fully_sharded import unit_exchange as exchange_module
+from mindnlp_dp.parallel.fully_sharded.units import Unit
+from mindnlp_dp.parallel.mixed_precision import MixedPrecision
 from mindnlp_dp.runtime.arrays import to_host
 from models import Rows, alone, tiny_roberta
 from models import train as train_by_trainer
@@ -121,15 +123,15 @@ class LiveBytes:
 
     def __init__(self, monkeypatch):
         self.now = self.most = 0
-        make = units_module.new_array
+        make = exchange_module.new_array
 
-        def counted(shape):
-            array = make(shape)
+        def counted(shape, dtype):
+            array = make(shape, dtype)
             self._add(array.nbytes)
             weakref.finalize(array, self._add, -array.nbytes)
             return array
 
-        monkeypatch.setattr(units_module, "new_array", counted)
+        monkeypatch.setattr(exchange_module, "new_array", counted)
 
     def _add(self, num_bytes):
         self.now += num_bytes
@@ -172,21 +174,21 @@ def test_gathers_and_reduce_scatters_of_a_micro_batch(group, monkeypatch):
     calls = []
     model = dp.fully_shard(build("llama"))
     for name in ("gather", "reduce"):
-        method = getattr(units_module.Unit, name)
-        monkeypatch.setattr(units_module.Unit, name, lambda *args, n=name, m=method: calls.append(n) or m(*args))
+        method = getattr(Unit, name)
+        monkeypatch.setattr(Unit, name, lambda *args, n=name, m=method: calls.append(n) or m(*args))
     train(model, "llama", pieces_of(group), num_updates=1)
     assert (calls.count("gather"), calls.count("reduce")) == (9, 5)
 
 
 def test_a_library_without_all_to_all_gives_the_same_sums(group, monkeypatch):
     """The simple way, an all-reduce of all gradients, is the reference for the exchange of rows."""
-    unit = dp.fully_shard(build("llama")).parallel.units.by_name["model.layers.1"]
+    exchange = dp.fully_shard(build("llama")).parallel.units.by_name["model.layers.1"].exchange
     rng = np.random.default_rng(group.rank)
     counts = [3 + rank for rank in range(group.world_size)]
     sent = rng.integers(-9, 9, sum(counts)).astype(np.float32)
-    found = unit._summed(sent.copy(), counts)
+    found = exchange._summed(sent.copy(), counts)
     monkeypatch.setattr(ProcessGroup, "library_without", lambda self, operation: "a library")
-    np.testing.assert_array_equal(unit._summed(sent, counts), found)
+    np.testing.assert_array_equal(exchange._summed(sent, counts), found)
 
 
 @pytest.mark.core
@@ -229,6 +231,17 @@ def test_replicas_of_shards(group):
     model = dp.fully_shard(build("llama"), mesh)
     step = train(model, "llama", pieces_of(mesh.dp_group, 2))
     assert_trains_the_same(model, "llama", step)
+
+
+@pytest.mark.core
+@needs_mpi
+@needs_four
+@pytest.mark.parametrize("kind", ["llama", "roberta", f"llama{LORA}", "mixtral"])
+def test_shards_of_weights_with_shards_of_rows(group, kind):
+    mesh = dp.init_device_mesh({"fsdp": 2, "sp": 2})
+    model = dp.fully_shard(build(kind), mesh)
+    step = train(model, kind, pieces_of(mesh.dp_group, 2))
+    assert_trains_the_same(model, kind, step)
 
 
 def trained_by_trainer(folder, zero_stage, resume=None, **settings):
@@ -424,3 +437,98 @@ def test_what_fully_sharded_models_cannot_do_is_refused(group):
                 mesh = dp.init_device_mesh({"fsdp": 2, axis: 2})
                 with pytest.raises(ValueError, match=f"leave out {axis}=2"):
                     dp.parallelize(build("mixtral" if axis == "ep" else "llama"), mesh)
+
+
+def trained_in_half_precision(kind, pieces, *, is_sharded=False, **options):
+    shard = dp.fully_shard if is_sharded else dp.parallelize
+    model = shard(build(kind), param_dtype="float16")
+    step = train(model, kind, pieces, **options)
+    return whole_weights(model), step
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["llama", f"roberta{LORA}"])
+def test_ranks_compute_in_param_dtype_what_one_process_computes_in_it(group, kind):
+    """Stage 3 and 2 give what one process gives up to the rounding of float16, and that is near to float32."""
+    begin, (in_float32, _) = whole_weights(build(kind)), of_one_process(kind)
+    with alone():
+        expected, step = trained_in_half_precision(kind, lambda columns: [columns])
+    assert 1e-6 < relative_difference(expected, in_float32, begin) < 0.02
+    for is_sharded, options in ((True, {}), (False, {"zero_stage": 2 if IS_MPI else 0})):
+        dp.init_device_mesh({"dp": group.world_size})
+        found, mine = trained_in_half_precision(kind, pieces_of(group, 2), is_sharded=is_sharded, **options)
+        assert all(array.dtype == np.float32 for array in found.values())
+        assert relative_difference(found, expected, begin) < 0.02
+        np.testing.assert_allclose(mine.norms, step.norms, rtol=0.02)
+
+
+@pytest.mark.core
+def test_an_overflow_in_float16_halves_the_scale_and_leaves_the_weights_on_all_ranks(group):
+    kind = "llama"
+    model = dp.fully_shard(build(kind), param_dtype="float16")
+    precision = model.mixed_precision
+    precision.scale = 2.0**40
+    begin = whole_weights(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, kind, pieces_of(group), num_updates=2)
+    assert precision.scale == 2.0**38
+    for name, weight in whole_weights(model).items():
+        np.testing.assert_array_equal(weight, begin[name], err_msg=name)
+    precision.scale = 2.0**14
+    train(model, kind, pieces_of(group), num_updates=1)
+    assert precision.scale == 2.0**14
+    assert any((weight != begin[name]).any() for name, weight in whole_weights(model).items())
+
+
+def test_the_scale_of_the_gradient_grows_back_and_is_resumed():
+    precision = MixedPrecision("float16")
+    precision.reduce_scale()
+    for _ in range(1000):
+        precision.count_update()
+    assert precision.scale == 2.0**15
+    for _ in range(2000):
+        precision.count_update()
+    assert precision.scale == 2.0**15
+    precision.reduce_scale()
+    precision.count_update()
+    resumed = MixedPrecision("float16")
+    resumed.load_state(precision.state())
+    assert resumed.state() == precision.state() == {"scale": 2.0**14, "num_finite": 1}
+    assert not MixedPrecision("bfloat16").reduce_scale()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_trainer_computes_in_param_dtype_and_resumes_with_the_same_digest(group, shared_tmp_path, stage):
+    def run(name, **settings):
+        dp.init_device_mesh({"dp": group.world_size})
+        trainer = trained_by_trainer(
+            shared_tmp_path / name, stage, param_dtype="float16", eval_dataset=Rows(3, seed=2), **settings
+        )
+        loss = trainer.evaluate()["eval_loss"]
+        assert trainer.predict(Rows(3, seed=2)).predictions.dtype == np.float32
+        return trainer.distributed_model.digest(), loss
+
+    expected = run("reference")
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(KeyboardInterrupt):
+        run("run", callbacks=[Stop(2)], **settings)
+    group.barrier()
+    assert run("run", resume=True, **settings) == expected
+
+
+def test_param_dtypes_that_cannot_be_computed_in_are_refused(group):
+    with pytest.raises(
+        ValueError, match="param_dtype must be 'bfloat16' or 'float16', or None for float32; got 'fp16'"
+    ):
+        dp.fully_shard(build("llama"), param_dtype="fp16")
+    with pytest.raises(ValueError, match='"bfloat16" needs a device.*matmul_precision="medium"'):
+        dp.parallelize(build("llama"), param_dtype="bfloat16")
+    model = dp.fully_shard(build("llama"), param_dtype="float16")
+    with pytest.raises(ValueError, match="is sharded already"):
+        dp.parallelize(model, param_dtype="float16")
+    dp.init_device_mesh({"dp": group.world_size})
+    model = dp.parallelize(build("llama"), param_dtype="float16")
+    with pytest.raises(ValueError, match="computes in float16 already"):
+        dp.parallelize(model, param_dtype="float16")

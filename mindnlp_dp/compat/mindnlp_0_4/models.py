@@ -12,7 +12,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.compat.import_hook import around
+from mindnlp_dp.runtime.computing_type import computing_type
 from mindnlp_dp.runtime.versions import mindspore_is_before
+
+
+# Versions: MindNLP 0.4.1. Cause: a model's dtype, in which it makes its masks, is that of its last parameter; with
+# param_dtype, only the layer that computes now has weights in the type of the computation.
+# Remove when: it asks the tensors that it computes with.
+@around("mindnlp.transformers.modeling_utils")
+def _type_of_masks(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock = module.ModuleUtilsMixin.dtype
+
+    def dtype(self: Any) -> Any:
+        return computing_type() or stock.fget(self)
+
+    module.ModuleUtilsMixin.dtype = property(dtype)
 
 
 # Versions: MindNLP 0.4.1. Cause: ChatGLM2 and ChatGLM3 build their layers with zero_init, which disables the

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindnlp_dp.parallel.fully_sharded.units import Unit, Units, UnitWeight, calling
+from mindnlp_dp.parallel.fully_sharded.unit_exchange import UnitWeight
+from mindnlp_dp.parallel.fully_sharded.units import Unit, Units, calling
 from mindnlp_dp.parallel.model_edits import Edit, ModelIndex
 from mindnlp_dp.parallel.placement import Placements
 from mindnlp_dp.runtime.arrays import dtype_name
@@ -27,6 +28,8 @@ _CHANGE = (
     "unload",
     "resize_token_embeddings",
 )
+# The axes of a mesh on which weights are gathered or cast.
+_COMBINED = ("dp", "fsdp", "sp")
 # Those of a layer with adapters; other modules may have methods of these names.
 _MERGE = ("merge", "unmerge")
 
@@ -36,13 +39,13 @@ def fully_sharded_edits(
 ) -> list[Edit]:
     """Return the edits that shard all weights; ``layers`` names the units as in :func:`~mindnlp_dp.enable_recompute`.
 
-    A weight with fewer elements than there are ranks stays on every rank.
+    A weight with fewer elements than there are ranks stays on every rank. On a mesh without the axis "fsdp", units only
+    cast their weights to the type in which the model computes.
 
     Raises:
-        ValueError: the mesh has other axes than "dp" and "fsdp", or the model cannot be sharded so.
+        ValueError: the model has no such layers.
     """
     mesh, model = placements.mesh, index.model
-    _check(model, placements)
     try:
         chosen = layers_of(model, check_recompute(layers))
     except ValueError as error:
@@ -62,19 +65,22 @@ def fully_sharded_edits(
                 places.setdefault(id(parameter), []).append((module, attribute))
     weights: dict[str, list[UnitWeight]] = {"": [], **{name: [] for name in chosen}}
     for number, parameter in parameters.items():
-        if math.prod(parameter.shape) >= mesh.sizes["fsdp"]:
+        is_sharded = 1 < mesh.sizes["fsdp"] <= math.prod(parameter.shape)
+        if is_sharded or units.precision is not None:
             # A tied weight of several units is in the root unit.
             found = {unit_of.get(id(module), "") for module, _ in places[number]}
             owner = found.pop() if len(found) == 1 else ""
-            weights[owner].append(UnitWeight(names[number], tuple(parameter.shape), tuple(places[number])))
+            shape = tuple(parameter.shape)
+            weights[owner].append(UnitWeight(names[number], shape, tuple(places[number]), is_sharded))
     edits = []
     for name, of_unit in weights.items():
-        if of_unit:
-            module = index.modules[name]
+        # The model's forward pass is that of the root unit, also if all weights are in layers.
+        if of_unit or not name:
             unit = units.add(name, of_unit)
-            changes = {weight.name: {"shard": FlatShard(), "axis": "fsdp"} for weight in of_unit}
-            forward = calling(unit.forward, module)
-            edits.append(Edit((name,), forward=forward, placements=changes))
+            changes = {weight.name: {"shard": FlatShard(), "axis": "fsdp"} for weight in of_unit if weight.is_sharded}
+            attributes = {} if name or units.precision is None else {"mixed_precision": units.precision}
+            forward = calling(unit.forward, index.modules[name])
+            edits.append(Edit((name,), forward=forward, attributes=attributes, placements=changes))
     return edits + _guards(index, units)
 
 
@@ -82,7 +88,8 @@ def _guards(index: ModelIndex, units: Units) -> list[Edit]:
     """Return the edits with which a module raises an error where its shards would be used as if they were weights."""
     units_of: dict[int, list[Unit]] = {}
     for unit in units.by_name.values():
-        for module in {id(module): module for weight in unit.weights for module, _ in weight.places}.values():
+        sharded = [weight for weight in unit.weights if weight.is_sharded]
+        for module in {id(module): module for weight in sharded for module, _ in weight.places}.values():
             units_of.setdefault(id(module), []).append(unit)
     # The kernel of a layer with adapters is for layers that have their own forward methods.
     tuned = [module for _, module in index.unique() if hasattr(module, "get_delta_weight")]
@@ -128,18 +135,21 @@ def _refuse(units: Units, needed: Sequence[Unit], what: str, *_: Any, **__: Any)
     )
 
 
-def _check(model: Any, placements: Placements) -> None:
+def check_units(model: Any, placements: Placements) -> None:
+    """Raise ValueError if the mesh has other axes than "dp", "fsdp" and "sp", or the model cannot be sharded so."""
     mesh, config = placements.mesh, getattr(model, "config", None)
-    others = [f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1 and axis not in ("dp", "fsdp")]
+    others = [f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1 and axis not in _COMBINED]
     if others:
-        raise ValueError(f"fsdp is combined with dp only so far, got {mesh}; leave out {', '.join(others)}")
+        raise ValueError(
+            f"fsdp and param_dtype are combined with dp and sp only so far, got {mesh}; leave out {', '.join(others)}"
+        )
     if has_recomputed_layers(model):
         raise ValueError("shard the model first, and call enable_recompute() or gradient_checkpointing_enable() after")
     for name, parameter in model.named_parameters():
         if dtype_name(parameter) != "float32":
             raise ValueError(
-                f"{name!r} is of type {dtype_name(parameter)}, and a fully sharded model has weights of type float32; "
-                "load it with ms_dtype=mindspore.float32, or use zero_stage=2"
+                f"{name!r} is of type {dtype_name(parameter)}, and a fully sharded model, or one with param_dtype, has "
+                "weights of type float32; load it with ms_dtype=mindspore.float32, or use zero_stage=2"
             )
     for setting in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, setting, 0):

@@ -14,45 +14,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import mindspore
-import numpy as np
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
-from mindnlp_dp.communication.operations import Operation
+from mindnlp_dp.parallel.fully_sharded.unit_exchange import UnitExchanges, UnitWeight
+from mindnlp_dp.parallel.mixed_precision import MixedPrecision
 from mindnlp_dp.parallel.row_loss_weights import RowLossWeights
-from mindnlp_dp.runtime.arrays import dtype_name, from_host, read
-from mindnlp_dp.runtime.pynative_executor import pynative_executor
-from mindnlp_dp.runtime.shard_bounds import shard_bounds
-
-
-class UnitWeight(NamedTuple):
-    """A weight of a unit: its name, its full shape, and the modules that have it, with its name in each."""
-
-    name: str
-    shape: tuple[int, ...]
-    places: tuple[tuple[Any, str], ...]
-
-    @property
-    def shard(self) -> Any:
-        module, attribute = self.places[0]
-        return module._parameters[attribute]
+from mindnlp_dp.runtime.computing_type import computing_in
+from mindnlp_dp.runtime.pynative_executor import pynative_executor, recording
 
 
 class Units:
-    """The units of a model; its :class:`~..sharded_model.ShardedModel` has them.
+    """The units of a model; its :class:`~..sharded_model.ShardedModel` has them. The constructor is a collective.
 
     Args:
         weights: the loss weights of the ranks that have the shards.
         keeps_gathered: whether layers keep their weights from the forward to the backward pass.
+        precision: the type in which the model computes; None: float32.
     """
 
-    def __init__(self, weights: RowLossWeights, *, keeps_gathered: bool = False) -> None:
+    def __init__(
+        self, weights: RowLossWeights, *, keeps_gathered: bool = False, precision: Optional[MixedPrecision] = None
+    ) -> None:
         self.loss_weights, self.group, self.keeps_gathered = weights, weights.group, keeps_gathered
+        self.precision = precision
+        self.exchanges = UnitExchanges(weights.group, "float32" if precision is None else precision.dtype)
         self.by_name: dict[str, Unit] = {}
         self.is_held = False
         self._current: Optional[Unit] = None
@@ -66,6 +56,25 @@ class Units:
         if self._current is not None and self._current is not unit:
             self._current.release()
         self._current = unit
+
+    def end_passes(self) -> None:
+        """Release all weights, which are updated next."""
+        self.enter_backward(None)
+        self.cancel_gathers()
+
+    def begin_next(self, unit: Unit, *, is_backward: bool) -> None:
+        """Begin to gather the weights of the layer that follows, while this one computes."""
+        layers = [layer for layer in self.by_name.values() if layer.name]
+        number = layers.index(unit) + (-1 if is_backward else 1) if unit.name else 0
+        # Which layers a backward pass needs is known from the one before.
+        if 0 <= number < len(layers) and (layers[number].is_gathered_again or not is_backward):
+            with recording(False):
+                layers[number].exchange.begin_gather()
+
+    def cancel_gathers(self) -> None:
+        """Forget gathers that no layer has used, because it was left out."""
+        for unit in self.by_name.values():
+            unit.exchange.cancel_gather()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -88,9 +97,11 @@ class Unit:
 
     def __init__(self, units: Units, name: str, weights: Sequence[UnitWeight]) -> None:
         self.units, self.name, self.weights = units, name, weights
-        self._bounds = [shard_bounds(math.prod(w.shape), units.group.world_size) for w in weights]
+        self.exchange = units.exchanges.of_unit([weight for weight in weights if weight.is_sharded])
         # Whether the modules have full weights.
         self.is_in_full = False
+        # Whether the last backward pass has gathered the weights again.
+        self.is_gathered_again = False
         self._again: Optional[list[Tensor]] = None
 
     def forward(self, module: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -98,16 +109,31 @@ class Unit:
         if self.units.is_held:
             return stock(*args, **kwargs)
         is_recorded = pynative_executor.grad_flag()
+        if not self.name:
+            self.units.cancel_gathers()
+        # A layer that runs after the model's forward pass is recomputed.
+        is_again = bool(self.name) and not self.units.by_name[""].is_in_full
         full = self._gather_with_gradients() if is_recorded else self.gather()
+        self.is_gathered_again |= is_again
+        self.units.begin_next(self, is_backward=is_again)
         # Recomputation itself keeps nothing of this pass, and comes here again.
         keeps = not self.name or not is_recorded or self.units.keeps_gathered or _is_recomputed(module)
         with self.installed(full), contextlib.nullcontext() if keeps else self._handles(full):
+            return self._in_low_precision(stock, args, kwargs)
+
+    def _in_low_precision(self, stock: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a forward method; the model's own gets its inputs in its type, and returns float32."""
+        precision = self.units.precision
+        if precision is None or self.name:
             return stock(*args, **kwargs)
+        labels = {"labels": kwargs["labels"]} if "labels" in kwargs else {}
+        with computing_in(getattr(mindspore, precision.dtype)):
+            return precision.uncast(stock(*precision.cast(args), **{**precision.cast(kwargs), **labels}))
 
     @contextlib.contextmanager
     def installed(self, full: Sequence[Any]) -> Iterator[None]:
         """Put full weights into the modules in place of the shards, in this block."""
-        shards = [weight.shard for weight in self.weights]
+        shards = [weight.own for weight in self.weights]
         for tensor, shard in zip(full, shards):
             # Models and losses ask their weights.
             tensor.requires_grad = shard.requires_grad
@@ -127,70 +153,33 @@ class Unit:
     # The collectives.
 
     def gather(self) -> list[Tensor]:
-        """Return all weights of the unit in full. A collective."""
-        group, mine = self.units.group, [self._on_host(weight) for weight in self.weights]
-        # All ranks send as many elements as the rank that has most.
-        row = np.zeros(max(self._counts(self._bounds)), np.float32)
-        np.concatenate(mine, out=row[: sum(map(len, mine))])
-        rows = group.all_gather(row, every_step=True)
-        begins, found = [0] * len(rows), []
-        for weight, bounds in zip(self.weights, self._bounds):
-            full = new_array(weight.shape)
-            flat = full.reshape(-1)
-            for rank, (begin, end) in enumerate(zip(bounds, bounds[1:])):
-                flat[begin:end] = rows[rank][begins[rank] : begins[rank] + end - begin]
-                begins[rank] += end - begin
-            found.append(from_host(full, "float32"))
-        return found
+        """Return all weights of the unit in full, in the type in which it computes. A collective."""
+        with recording(False):
+            sharded = iter(self.exchange.gather() if self.exchange.weights else ())
+            precision = self.units.precision
+            return [
+                next(sharded) if weight.is_sharded or precision is None else precision.cast(weight.checked())
+                for weight in self.weights
+            ]
 
-    def _counts(self, bounds: Sequence[Sequence[int]]) -> list[int]:
-        """Return the numbers of elements of each rank's shards."""
-        return [sum(b[rank + 1] - b[rank] for b in bounds) for rank in range(self.units.group.world_size)]
-
-    def _on_host(self, weight: UnitWeight) -> np.ndarray:
-        shard = weight.shard
-        if dtype_name(shard) != "float32":
-            raise ValueError(
-                f"{weight.name!r} is of type {dtype_name(shard)} now, and a fully sharded model computes in float32; "
-                "leave out fp16_full_eval, bf16_full_eval and model.to(dtype)"
-            )
-        return read(shard)
-
-    def reduce(self, trained: Sequence[int], gradients: Sequence[Optional[Tensor]]) -> list[Tensor]:
-        """Return this rank's shards of the weighted sums of all ranks' gradients. A collective."""
-        group, loss_weight = self.units.group, self.units.loss_weights.own
-        bounds = [self._bounds[index] for index in trained]
-        counts = self._counts(bounds)
-        sent, begin = np.zeros(sum(counts), np.float32), 0
-        arrays = [None if gradient is None else read(gradient).reshape(-1) for gradient in gradients]
-        for rank in range(group.world_size):
-            for array, b in zip(arrays, bounds):
-                size = b[rank + 1] - b[rank]
-                # With a weight of zero nothing may be added: zero times NaN would be NaN.
-                if array is not None and loss_weight > 0:
-                    np.multiply(array[b[rank] : b[rank + 1]], np.float32(loss_weight), out=sent[begin : begin + size])
-                begin += size
-        mine, ends = self._summed(sent, counts), np.cumsum([0, *(b[group.rank + 1] - b[group.rank] for b in bounds)])
-        return [from_host(mine[first:last].copy(), "float32") for first, last in zip(ends, ends[1:])]
-
-    def _summed(self, sent: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Return this rank's range of the sum of all ranks' ``sent``, added in the order of the ranks."""
-        group = self.units.group
-        if group.library_without(Operation.ALL_TO_ALL):
-            begin = sum(counts[: group.rank])
-            total: np.ndarray = group.all_reduce(sent, every_step=True)
-            return total[begin : begin + counts[group.rank]]
-        rows = group.exchange_rows(sent, counts, [counts[group.rank]] * group.world_size)
-        first, *others = rows.reshape(group.world_size, -1)
-        for other in others:
-            first += other
-        return np.asarray(first)
+    def reduce(self, trained: Sequence[int], gradients: Sequence[Optional[Tensor]]) -> list[Optional[Tensor]]:
+        """Return the gradients of this rank's parameters: sums of all ranks' of shards, its own of others."""
+        precision = self.units.precision
+        if precision is not None:
+            gradients = [None if gradient is None else precision.unscaled(gradient) for gradient in gradients]
+        found = dict(zip(trained, gradients))
+        numbers = [number for number, weight in enumerate(self.weights) if weight.is_sharded]
+        mine = [number for number in numbers if number in found]
+        if mine:
+            places, theirs = [numbers.index(number) for number in mine], [found[number] for number in mine]
+            found.update(zip(mine, self.exchange.reduce(places, theirs, self.units.loss_weights.own)))
+        return list(found.values())
 
     # Autograd.
 
     def _gather_with_gradients(self) -> list[Any]:
         full = self.gather()
-        shards = [weight.shard for weight in self.weights]
+        shards = [weight.own for weight in self.weights]
         trained = [index for index, shard in enumerate(shards) if shard.requires_grad]
         if trained:
             call = _Call(self, trained, [full[index] for index in trained])
@@ -219,6 +208,8 @@ class Unit:
         self.units.enter_backward(self)
         if self._again is None:
             self._again = self.gather()
+            self.is_gathered_again = True
+            self.units.begin_next(self, is_backward=True)
         return self._again[index]
 
     def release(self) -> None:
@@ -273,11 +264,6 @@ def _unpacked(kept: Any) -> Any:
 
 def _is_recomputed(module: Any) -> bool:
     return module.training and getattr(module, "forward_in_training", None) is not None
-
-
-def new_array(shape: Sequence[int]) -> np.ndarray:
-    """Return memory for a full weight."""
-    return np.empty(shape, np.float32)
 
 
 def calling(function: Callable[..., Any], *args: Any) -> Callable[[Any], Any]:

@@ -20,6 +20,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK
 from mindnlp_dp.kernels.dispatch import current_precision
 from mindnlp_dp.optim.updater_factory import check_zero_stage
+from mindnlp_dp.parallel.mixed_precision import check_param_dtype
 from mindnlp_dp.runtime.recompute import RecomputeLayers, check_checkpointing_options, check_recompute
 from mindnlp_dp.training.forward_backward import GLOBAL, check_dropout
 from mindnlp_dp.training.timeline import updates_of
@@ -28,7 +29,7 @@ from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 _RESULT_SETTINGS = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "optim_args",
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "label_smoothing_factor",
-    "neftune_noise_alpha", "compression", "powersgd_rank", "dropout", "router_loss",
+    "neftune_noise_alpha", "compression", "powersgd_rank", "dropout", "router_loss", "param_dtype",
 )  # fmt: skip
 
 
@@ -69,6 +70,13 @@ class DataParallelArgumentsBase(TrainingArguments):
             "help": "ZeRO stage: every rank updates everything (0), or each rank its shard, of the optimizer state "
             "(1), also of the averaged gradients (2), and also of the weights (3, which gathers those of a layer while "
             'it computes); "auto": the fastest of 0 to 2.'
+        },
+    )
+    param_dtype: Optional[str] = field(
+        default=None,
+        metadata={
+            "help": 'The type in which the model computes: "bfloat16", or "float16" with a scale of the gradient that '
+            "follows overflows; parameters, optimizer state and the exchange stay in float32. None: float32."
         },
     )
     dropout: str = field(
@@ -240,6 +248,7 @@ class DataParallelArgumentsBase(TrainingArguments):
             raise ValueError("sharded_checkpoints needs one folder for all hosts; save_on_each_node has one for each")
         check_zero_stage(self.zero_stage)
         check_dropout(self.dropout)
+        check_param_dtype(self.param_dtype, self.process_group)
         if self.auto_find_batch_size and self.world_size > 1:
             raise ValueError(
                 "auto_find_batch_size with several ranks: each would find its own batch size; "

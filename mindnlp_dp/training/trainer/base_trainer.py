@@ -33,6 +33,7 @@ from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 from mindnlp_dp.kernels.dispatch import medium_precision
 from mindnlp_dp.parallel.distributed_model import DistributedModel, distributed_model_of, replicated_model_on_all_ranks
+from mindnlp_dp.parallel.mixed_precision import mixed_precision_of
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.random_state import restored_generators
 from mindnlp_dp.training.trainer.base_arguments import DataParallelArgumentsBase
@@ -89,8 +90,7 @@ class DataParallelTrainerBase(TrainerInterface):
         super().__init__(*self._with_upgraded_arguments(positional, keywords), **keywords)
         # A constructor may have made its own arguments.
         self.args = self.upgrade_arguments(self.args)
-        if self.args.zero_stage == 3:
-            self._fully_shard()
+        self._shard_and_cast()
         # Not earlier: model_init may have made the model, and sharded it.
         self.group = (getattr(self.model, "parallel", None) or replicated_model_on_all_ranks(self.model)).group
         # The model whose columns _signature_columns names.
@@ -118,17 +118,29 @@ class DataParallelTrainerBase(TrainerInterface):
             keywords.update({name: self.upgrade_arguments(x) for name, x in given.items()})
         return found
 
-    def _fully_shard(self) -> None:
-        """Shard the weights of the model over all ranks, if it is not sharded yet. A collective."""
-        if self.args.fp16_full_eval or self.args.bf16_full_eval:
-            raise ValueError("a fully sharded model computes in float32: leave out fp16_full_eval and bf16_full_eval")
-        if getattr(self.model, "parallel", None) is not None or self.world.world_size == 1:
+    def _shard_and_cast(self) -> None:
+        """Shard the weights of the model, or let it compute in a 16-bit type, if they are not yet. A collective."""
+        args, model = self.args, self.model
+        is_stage_3, known = args.zero_stage == 3, mixed_precision_of(model)
+        if (is_stage_3 or args.param_dtype) and (args.fp16_full_eval or args.bf16_full_eval):
+            raise ValueError(
+                "zero_stage=3 and param_dtype need parameters in float32: leave out fp16_full_eval and bf16_full_eval"
+            )
+        if args.param_dtype and known is not None and known.dtype != args.param_dtype:
+            raise ValueError(f"param_dtype={args.param_dtype!r}, and the model computes in {known.dtype} already")
+        casts = bool(args.param_dtype) and known is None
+        is_sharded = getattr(model, "parallel", None) is not None
+        if is_sharded and casts:
+            raise ValueError("param_dtype with a model that is sharded already: give it to fully_shard(param_dtype=)")
+        if is_sharded or not (casts or (is_stage_3 and self.world.world_size > 1)):
             return
         if getattr(self, "model_init", None) is not None:
-            raise ValueError("zero_stage=3 with model_init: return mindnlp_dp.fully_shard(model) from it")
+            name = "fully_shard" if is_stage_3 else "parallelize"
+            raise ValueError(f"zero_stage=3 or param_dtype with model_init: return mindnlp_dp.{name}(model) from it")
         from mindnlp_dp.parallel.fully_shard import fully_shard
+        from mindnlp_dp.parallel.parallelize import parallelize
 
-        fully_shard(self.model)
+        (fully_shard if is_stage_3 else parallelize)(model, param_dtype=args.param_dtype if casts else None)
 
     # Methods that differ between the libraries.
 
@@ -305,7 +317,8 @@ class DataParallelTrainerBase(TrainerInterface):
         self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
         # The loop drops it when it is restored.
         del checkpoint
-        with medium_precision(self.args.bf16), restored_generators():
+        # On a device, it is the type of the model's weights while they compute.
+        with medium_precision(self.args.bf16 and not self.world.on_device), restored_generators():
             return self.training_loop.run()
 
     def _training_loader(self, dataset: Any) -> Any:

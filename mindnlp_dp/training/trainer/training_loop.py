@@ -34,6 +34,7 @@ from mindnlp_dp.data.sampler import plan_updates
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.optim.updater_factory import check_matrices, make_updater, warn_of_parameters_left_out
+from mindnlp_dp.parallel.mixed_precision import mixed_precision_of
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
@@ -200,6 +201,7 @@ class TrainingLoop:
             adapters=adapter_check(trainer.model, self.synchronizer.parameters, trainer.world),
             before_update=before if is_watched else None,
             after_update=trainer.after_optimizer_step,
+            precision=mixed_precision_of(trainer.model),
         )  # fmt: skip
 
     def _make_updater(self) -> Updater:

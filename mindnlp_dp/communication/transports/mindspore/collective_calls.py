@@ -45,8 +45,15 @@ class DeviceCalls(abc.ABC):
         """Begin to reduce-scatter flat ``x`` of equal slices; return this rank's future slice, and a handle or None."""
 
     @abc.abstractmethod
+    def all_gather_flat_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+        """Begin to gather every rank's flat ``x``; return the future tensor with all, and a handle or None."""
+
     def all_gather_flat(self, x: Any, world_size: int) -> Any:
         """Return every rank's flat ``x``, concatenated in one tensor."""
+        out, handle = self.all_gather_flat_async(x, world_size)
+        if handle is not None:
+            handle.wait()
+        return out
 
     @abc.abstractmethod
     def broadcast(self, x: Any, src: int) -> Any: ...
@@ -102,10 +109,9 @@ class MintCalls(DeviceCalls):
         handle = self._distributed.reduce_scatter_tensor(out, x, op="sum", group=self._group, async_op=True)
         return out, handle
 
-    def all_gather_flat(self, x: Any, world_size: int) -> Any:
+    def all_gather_flat_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
         out = self._mint.empty(x.shape[0] * world_size, dtype=x.dtype, **self._here)
-        self._distributed.all_gather_into_tensor(out, x, group=self._group)
-        return out
+        return out, self._distributed.all_gather_into_tensor(out, x, group=self._group, async_op=True)
 
     def broadcast(self, x: Any, src: int) -> Any:
         out = copy_of(x)
@@ -175,8 +181,8 @@ class OneRankCalls(DeviceCalls):
     def reduce_scatter_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
         return x, None
 
-    def all_gather_flat(self, x: Any, world_size: int) -> Any:
-        return copy_of(x)
+    def all_gather_flat_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+        return copy_of(x), None
 
     def broadcast(self, x: Any, src: int) -> Any:
         return copy_of(x)
@@ -220,8 +226,8 @@ class PrimitiveCalls(DeviceCalls):
     def reduce_scatter_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
         return self._ops.ReduceScatter("sum", **self._among)(x), None
 
-    def all_gather_flat(self, x: Any, world_size: int) -> Any:
-        return self._ops.AllGather(**self._among)(x)
+    def all_gather_flat_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+        return self._ops.AllGather(**self._among)(x), None
 
     def broadcast(self, x: Any, src: int) -> Any:
         return self._ops.Broadcast(self._ranks[src] if self._ranks else src, **self._among)((x,))[0]

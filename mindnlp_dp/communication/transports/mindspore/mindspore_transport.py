@@ -90,6 +90,10 @@ class MindSporeChannel(Channel):
         """Begin to reduce-scatter a flat tensor of one equal slice per rank; return this rank's slice, and a handle."""
         return self._transport.calls.reduce_scatter_async(x, self.world_size)
 
+    def all_gather_flat_async(self, x: Any) -> tuple[Any, Optional[Any]]:
+        """Begin :meth:`all_gather_flat`; return the future tensor, and a handle to wait for or None."""
+        return self._transport.calls.all_gather_flat_async(x, self.world_size)
+
     def all_gather_flat(self, x: Any) -> Any:
         """Return every rank's flat tensor, all of one length and type, concatenated."""
         return self._transport.calls.all_gather_flat(x, self.world_size)

@@ -78,8 +78,16 @@ class DataParallelArguments(DataParallelArgumentsBase):
                 "bf16_full_eval is not supported on a CPU: MindSpore has no operators in bfloat16 there; leave it out, "
                 "or set fp16_full_eval"
             )
-        if self.fp16:
-            warnings.warn("fp16 has no effect on training in MindNLP 0.4.1", RuntimeWarning, stacklevel=5)
+        wanted = "bfloat16" if self.bf16 else "float16" if self.fp16 else None
+        if self.process_group.on_device:
+            self.param_dtype = self.param_dtype or wanted
+        elif self.fp16 and self.param_dtype is None:
+            warnings.warn(
+                "fp16 has no effect on training in MindNLP 0.4.1 on a CPU; bf16 has one on newer processors, and "
+                'param_dtype="float16" computes in half precision, slowly',
+                RuntimeWarning,
+                stacklevel=5,
+            )
         defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
         for name in _OF_PIPELINES:
             if getattr(self, name) != defaults.get(name):

@@ -14,7 +14,8 @@ from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
 # Transformers implements these settings in Accelerate, PyTorch or its own loop, which this package replaces.
 _NOT_HERE = (
-    "fp16", "deepspeed", "fsdp", "torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo",
+    "fp16", "param_dtype", "deepspeed", "fsdp", "torch_compile", "torch_compile_backend", "torch_compile_mode",
+    "torchdynamo",
     "jit_mode_eval", "use_liger_kernel", "eval_on_start",
     "batch_eval_metrics", "use_legacy_prediction_loop", "push_to_hub",
     "debug", "neftune_noise_alpha",

@@ -1,0 +1,234 @@
+"""Gathers the shards of a unit's weights from all ranks, and reduces the gradients to those of the shards.
+
+In host memory, sums are made in the order of the ranks. On devices nothing passes through the host, and a gather may
+begin before its unit computes. Every rank sends as many elements as the rank that has most::
+
+    rank 0   w₀ w₀ w₀ │ b₀        weights are cast to the type of the computation before they are sent, and
+    rank 1   w₁ w₁ ·  │ b₁        gradients to float32
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional
+
+import mindspore
+import numpy as np
+from mindspore import Tensor
+
+from mindnlp_dp.communication.gradient_channel import open_gradient_channel
+from mindnlp_dp.communication.operations import Operation
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, read
+from mindnlp_dp.runtime.shard_bounds import shard_bounds
+
+
+class UnitWeight(NamedTuple):
+    """A weight of a unit: its name, its full shape, and the modules that have it, with its name in each.
+
+    It is not sharded if it has too few elements, or if ranks share no weights.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    places: tuple[tuple[Any, str], ...]
+    is_sharded: bool = True
+
+    @property
+    def own(self) -> Any:
+        """This rank's parameter: its shard, or the weight."""
+        module, attribute = self.places[0]
+        return module._parameters[attribute]
+
+    def checked(self) -> Any:
+        """Return this rank's parameter; raise ValueError if its type was changed."""
+        parameter = self.own
+        if dtype_name(parameter) != "float32":
+            raise ValueError(
+                f"{self.name!r} is of type {dtype_name(parameter)} now, and parameters of a fully sharded model, or of "
+                "one with param_dtype, stay in float32; leave out fp16_full_eval, bf16_full_eval and model.to(dtype)"
+            )
+        return parameter
+
+
+class UnitExchange(abc.ABC):
+    """Exchanges the sharded weights of one unit among the ranks of a group.
+
+    Args:
+        weights: the sharded weights.
+        dtype: the type in which they are gathered.
+    """
+
+    def __init__(self, group: ProcessGroup, weights: Sequence[UnitWeight], dtype: str) -> None:
+        self.group, self.weights, self.dtype = group, weights, dtype
+        self._bounds = [shard_bounds(math.prod(w.shape), group.world_size) for w in weights]
+
+    @abc.abstractmethod
+    def gather(self) -> list[Tensor]:
+        """Return all weights in full. A collective."""
+
+    @abc.abstractmethod
+    def reduce(self, places: Sequence[int], gradients: Sequence[Optional[Tensor]], loss_weight: float) -> list[Tensor]:
+        """Return this rank's shards of the sums of all ranks' weighted gradients, in float32. A collective.
+
+        ``gradients`` are those of the weights at ``places``.
+        """
+
+    def begin_gather(self) -> None:  # noqa: B027 -- host memory is read at once
+        """Begin the next :meth:`gather`. A collective."""
+
+    def cancel_gather(self) -> None:  # noqa: B027
+        """Forget a gather that was begun: the weights change."""
+
+
+class HostExchange(UnitExchange):
+    """Exchanges NumPy arrays; the bits do not depend on when ranks arrive."""
+
+    def gather(self) -> list[Tensor]:
+        dtype = np.dtype(self.dtype)
+        mine = [read(weight.checked()) for weight in self.weights]
+        row = np.zeros(max(self._counts(self._bounds)), dtype)
+        np.concatenate(mine, out=row[: sum(map(len, mine))], casting="same_kind")
+        rows = self.group.all_gather(row, every_step=True)
+        begins, found = [0] * len(rows), []
+        for weight, bounds in zip(self.weights, self._bounds):
+            full = new_array(weight.shape, dtype)
+            flat = full.reshape(-1)
+            for rank, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+                flat[begin:end] = rows[rank][begins[rank] : begins[rank] + end - begin]
+                begins[rank] += end - begin
+            found.append(from_host(full, self.dtype))
+        return found
+
+    def _counts(self, bounds: Sequence[Sequence[int]]) -> list[int]:
+        """Return the numbers of elements of each rank's shards."""
+        return [sum(b[rank + 1] - b[rank] for b in bounds) for rank in range(self.group.world_size)]
+
+    def reduce(self, places: Sequence[int], gradients: Sequence[Optional[Tensor]], loss_weight: float) -> list[Tensor]:
+        group, bounds = self.group, [self._bounds[place] for place in places]
+        counts = self._counts(bounds)
+        sent, begin = np.zeros(sum(counts), np.float32), 0
+        arrays = [None if gradient is None else read(gradient).reshape(-1) for gradient in gradients]
+        for rank in range(group.world_size):
+            for array, b in zip(arrays, bounds):
+                size = b[rank + 1] - b[rank]
+                # With a weight of zero nothing may be added: zero times NaN would be NaN.
+                if array is not None and loss_weight > 0:
+                    np.multiply(array[b[rank] : b[rank + 1]], np.float32(loss_weight), out=sent[begin : begin + size])
+                begin += size
+        mine, ends = self._summed(sent, counts), np.cumsum([0, *(b[group.rank + 1] - b[group.rank] for b in bounds)])
+        return [from_host(mine[first:last].copy(), "float32") for first, last in zip(ends, ends[1:])]
+
+    def _summed(self, sent: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Return this rank's range of the sum of all ranks' ``sent``, added in the order of the ranks."""
+        group = self.group
+        if group.library_without(Operation.ALL_TO_ALL):
+            begin = sum(counts[: group.rank])
+            total: np.ndarray = group.all_reduce(sent, every_step=True)
+            return total[begin : begin + counts[group.rank]]
+        rows = group.exchange_rows(sent, counts, [counts[group.rank]] * group.world_size)
+        first, *others = rows.reshape(group.world_size, -1)
+        for other in others:
+            first += other
+        return np.asarray(first)
+
+
+class DeviceExchange(UnitExchange):
+    """Exchanges tensors that stay on their device; each shard is padded to the length of the longest one."""
+
+    def __init__(
+        self, group: ProcessGroup, weights: Sequence[UnitWeight], dtype: str, channel: MindSporeChannel
+    ) -> None:
+        super().__init__(group, weights, dtype)
+        self._channel = channel
+        self._wire = getattr(mindspore, dtype if channel.reduces_natively(dtype) else "float32")
+        self._lengths = [max(end - begin for begin, end in zip(b, b[1:])) for b in self._bounds]
+        self._begun: Optional[tuple[Any, Any]] = None
+
+    def begin_gather(self) -> None:
+        if self._begun is None:
+            mine = [self._padded(w.checked(), length) for w, length in zip(self.weights, self._lengths)]
+            self._begun = self._channel.all_gather_flat_async(_joined(mine).astype(self._wire))
+
+    def cancel_gather(self) -> None:
+        self._begun = None
+
+    def gather(self) -> list[Tensor]:
+        self.begin_gather()
+        assert self._begun is not None
+        (flat, handle), self._begun = self._begun, None
+        if handle is not None:
+            handle.wait()
+        rows, begin, found = flat.reshape(self.group.world_size, -1), 0, []
+        for weight, length, bounds in zip(self.weights, self._lengths, self._bounds):
+            columns = rows[:, begin : begin + length]
+            if length * len(rows) != math.prod(weight.shape):
+                sizes = [end - first for first, end in zip(bounds, bounds[1:])]
+                columns = _joined([columns[rank, :size] for rank, size in enumerate(sizes)])
+            found.append(columns.reshape(weight.shape).astype(getattr(mindspore, self.dtype)))
+            begin += length
+        return found
+
+    def reduce(self, places: Sequence[int], gradients: Sequence[Optional[Tensor]], loss_weight: float) -> list[Tensor]:
+        rows = [
+            self._rows(gradient if loss_weight > 0 else None, self._bounds[place], self._lengths[place])
+            for place, gradient in zip(places, gradients)
+        ]
+        # A tensor is data; for a Python number an operator would be compiled for each value.
+        sent = (mindspore.ops.cat(rows, 1) if len(rows) > 1 else rows[0]) * Tensor(np.float32(loss_weight))
+        mine, handle = self._channel.reduce_scatter_async(sent.reshape(-1))
+        if handle is not None:
+            handle.wait()
+        begin, found = 0, []
+        for place in places:
+            size = self._bounds[place][self.group.rank + 1] - self._bounds[place][self.group.rank]
+            found.append(mine[begin : begin + size])
+            begin += self._lengths[place]
+        return found
+
+    def _rows(self, gradient: Optional[Tensor], bounds: Sequence[int], length: int) -> Tensor:
+        """Return a row of a gradient for each rank, padded with zeros to ``length``."""
+        size = self.group.world_size
+        if gradient is None:
+            return mindspore.ops.zeros((size, length), mindspore.float32)
+        flat = gradient.reshape(-1).astype(mindspore.float32)
+        if length * size != bounds[-1]:
+            flat = _joined([self._padded(flat[begin:end], length) for begin, end in zip(bounds, bounds[1:])])
+        return flat.reshape(size, length)
+
+    @staticmethod
+    def _padded(flat: Tensor, length: int) -> Tensor:
+        missing = length - flat.shape[0]
+        return flat if not missing else _joined([flat, mindspore.ops.zeros((missing,), flat.dtype)])
+
+
+class UnitExchanges:
+    """Makes the exchanges of a model's units. The constructor is a collective.
+
+    Raises:
+        ValueError: the chip does not have the type.
+    """
+
+    def __init__(self, group: ProcessGroup, dtype: str) -> None:
+        self._group, self._dtype = group, dtype
+        channel = open_gradient_channel(group) if group.on_device else None
+        self._channel = channel if isinstance(channel, MindSporeChannel) else None
+        if self._channel is not None:
+            self._channel.check_types([dtype], None)
+
+    def of_unit(self, weights: Sequence[UnitWeight]) -> UnitExchange:
+        if self._channel is not None:
+            return DeviceExchange(self._group, weights, self._dtype, self._channel)
+        return HostExchange(self._group, weights, self._dtype)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return mindspore.ops.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+
+def new_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Return memory for a full weight."""
+    return np.empty(shape, dtype)
