@@ -105,7 +105,7 @@ def assert_same_sums(mine: Any, expected: Any) -> None:
 
     group = dp.get_process_group()
     is_exact = group.backend != "mccl" or group.world_size <= 2
-    for one, other in zip(mine, expected):
+    for one, other in zip(mine, expected, strict=True):
         if is_exact or one is None:
             np.testing.assert_array_equal(one, other)
         else:

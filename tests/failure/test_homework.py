@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,12 +64,17 @@ def run(command, **variables):
     )  # fmt: skip
 
 
+def words_of(page):
+    """Return the text of an HTML page on one line."""
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", page.read_text(encoding="utf-8"))))
+
+
 def test_homework_scripts_learn_the_task_with_one_and_two_processes(flags, tmp_path):
     single = run([sys.executable, "homework/train_single.py", *flags])
     assert single.returncode == 0, single.stderr
     report = json.loads((tmp_path / "out/report.json").read_text())
-    assert (report["world_size"], report["eval_accuracy"]) == (1, 1.0)
-    assert report["train_samples_per_second"] > 0
+    reports = [report]
+    assert (report["world_size"], report["eval_accuracy"], report["replicas_in_sync"]) == (1, 1.0, True)
     assert (tmp_path / "out/training.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "out").rename(tmp_path / "one")
 
@@ -75,6 +82,7 @@ def test_homework_scripts_learn_the_task_with_one_and_two_processes(flags, tmp_p
     two = run([*parallel, "homework/train_data_parallel.py", *flags])
     assert two.returncode == 0, two.stdout + two.stderr
     report = json.loads((tmp_path / "out/report.json").read_text())
+    reports.append(report)
     assert (report["world_size"], report["eval_accuracy"], report["replicas_in_sync"]) == (2, 1.0, True)
     assert report["command"].startswith(
         "mindnlp-dp run --nproc 2 --backend mpi homework/train_data_parallel.py --train"
@@ -83,7 +91,13 @@ def test_homework_scripts_learn_the_task_with_one_and_two_processes(flags, tmp_p
 
     page = run([sys.executable, "-m", "mindnlp_dp", "report", str(tmp_path / "one"), str(tmp_path / "out")])
     assert page.returncode == 0, page.stderr
-    assert "one process" in (tmp_path / "one/report.html").read_text()
+    words = words_of(tmp_path / "one/report.html")
+    for expected in (
+        "Training report: 3 classes, 90 training samples", "one (one process); out (2 processes, mpi)",
+        "accuracy 1.0000", "on 30 held-out samples", "replicas agree", "accuracy 1.0000 1.0000",
+        f"digest of the weights {reports[0]['replica_digest']} {reports[1]['replica_digest']} , on every process",
+    ):  # fmt: skip
+        assert expected in words, expected
 
 
 @pytest.mark.slow
@@ -94,7 +108,9 @@ def test_the_homework_2cpu_script_writes_an_html_report(flags, tmp_path, venv):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"written to {tmp_path}/out/report.html")
-    assert "2 processes, mccl" in (tmp_path / "out/report.html").read_text()
+    words, report = words_of(tmp_path / "out/report.html"), json.loads((tmp_path / "out/report.json").read_text())
+    for expected in ("out (2 processes, mccl)", "replicas agree", f"{report['replica_digest']} , on every process"):
+        assert expected in words, expected
 
 
 @pytest.mark.slow

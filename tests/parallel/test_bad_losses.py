@@ -8,7 +8,7 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
-from library import settings_here
+from library import TrainerCallback, settings_here
 
 import mindnlp_dp as dp
 from models import Rows, alone, tiny_roberta, train, weights
@@ -89,6 +89,21 @@ def test_an_update_with_only_nan_losses_changes_no_weight(group, tmp_path):
         np.testing.assert_array_equal(weight, before[name], err_msg=name)
 
 
+class Moves(TrainerCallback):
+    """Notes for each update whether it changed a weight, of which all were finite."""
+
+    def __init__(self):
+        self.has_moved = []
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.before = weights(model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        after = weights(model)
+        assert all(np.isfinite(weight).all() for weight in after.values())
+        self.has_moved.append(any((after[name] != weight).any() for name, weight in self.before.items()))
+
+
 class Overflowing(dp.DataParallelTrainer):
     """A trainer whose losses are finite, but whose gradient overflows at step 1."""
 
@@ -100,10 +115,10 @@ class Overflowing(dp.DataParallelTrainer):
 def test_infinite_grad_norm_skips_the_update_or_stops_training(group, tmp_path):
     settings = {**SETTINGS, "max_grad_norm": 1.0, "per_device_train_batch_size": 4}
     rows = Rows(12 * group.world_size)
+    moves = Moves()
     with pytest.warns(RuntimeWarning, match="averaged gradient is inf at step 1.*this update is left out"):
-        trainer = train(tiny_roberta(), rows, tmp_path, Overflowing, **settings)
-    assert trainer.state.global_step == 3
-    assert all(np.isfinite(weight).all() for weight in weights(trainer.model).values())
+        trainer = train(tiny_roberta(), rows, tmp_path, Overflowing, callbacks=[moves], **settings)
+    assert moves.has_moved == [True, False, True]
     # What the log holds is JSON.
     json.dumps(trainer.state.log_history, allow_nan=False)
     with pytest.raises(FloatingPointError, match="the norm of the averaged gradient is inf at step 1"):
@@ -123,10 +138,10 @@ def test_nan_or_inf_gradient_without_clipping_skips_the_update_or_stops_training
 
     settings = {**SETTINGS, "per_device_train_batch_size": 4}
     rows = Rows(12 * group.world_size)
+    moves = Moves()
     with pytest.warns(RuntimeWarning, match="averaged gradient holds NaN or infinity at step 1.*update is left out"):
-        trainer = train(tiny_roberta(), rows, tmp_path, Spoils, **settings)
-    assert trainer.state.global_step == 3
-    assert all(np.isfinite(weight).all() for weight in weights(trainer.model).values())
+        trainer = train(tiny_roberta(), rows, tmp_path, Spoils, callbacks=[moves], **settings)
+    assert moves.has_moved == [True, False, True]
     dp.assert_replicas_in_sync(trainer.model)
     with pytest.raises(FloatingPointError, match="holds NaN or infinity at step 1"):
         train(tiny_roberta(), rows, tmp_path, Spoils, logging_nan_inf_filter=False, **settings)

@@ -128,7 +128,7 @@ def train_cell(group, make_optimizer=OPTIMIZERS["momentum"], batches=None, reduc
 
 
 def assert_close(mine, expected, tolerance=2e-6):
-    for one, other in zip(mine, expected):
+    for one, other in zip(mine, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=tolerance)
 
 

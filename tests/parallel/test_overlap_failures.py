@@ -201,7 +201,7 @@ def sound_channel_afterwards(group):
 
 @pytest.mark.usefixtures("sound_channel_afterwards")
 def test_an_exception_in_the_backward_pass_stops_the_thread_and_refuses_later_calls(group, micro, sync):
-    with pytest.raises(KeyError), sync.backward(1.0):
+    with pytest.raises(KeyError, match="lost"), sync.backward(1.0):
         micro.backward(group.rank)
         raise KeyError("lost")
     assert num_exchange_threads() == 0
@@ -212,9 +212,9 @@ def test_an_exception_in_the_backward_pass_stops_the_thread_and_refuses_later_ca
 
 
 def test_an_exception_without_overlap_discards_the_accumulated_gradients(group, micro, plain):
-    with pytest.raises(KeyError), plain.backward(1.0):
+    with pytest.raises(KeyError, match="lost"), plain.backward(1.0):
         plain.accumulate(micro.backward(group.rank), 5.0)
-        raise KeyError
+        raise KeyError("lost")
     mine = run_update(plain, micro, 0, 3)
     models.assert_same_sums(mine, [g.asnumpy() for g in micro.backward(0, 3, 0)])
 

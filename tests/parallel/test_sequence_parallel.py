@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from mindnlp.core import optim
+from mindnlp.core import nn, optim
 from mindspore import Tensor
 from sharded_models import IS_MPI, assert_close, of_one_process, one_mesh_at_a_time, pieces_of, trained_by_trainer
 from tiny_transformers import DECODERS, LENGTH, LORA, VOCAB, build, train, whole_weights
@@ -12,7 +14,7 @@ from tiny_transformers import DECODERS, LENGTH, LORA, VOCAB, build, train, whole
 import mindnlp_dp as dp
 from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.language_modeling.rows import Collator
-from mindnlp_dp.parallel.parallel_plan import ShardingPlan, TensorPlan, plan_for
+from mindnlp_dp.parallel.parallel_plan import plan_for
 from mindnlp_dp.runtime.mesh_spec import parse_mesh
 from models import Rows, alone, tiny_roberta
 from models import train as train_by_trainer
@@ -168,12 +170,25 @@ def test_dropout_with_sequence_parallelism_is_that_of_one_process(group, kind, r
 
 
 @needs_two
-def test_dropout_per_rank_gives_finite_losses_with_sequence_parallelism(group):
+def test_dropout_per_rank_draws_another_mask_for_the_tokens_and_heads_of_each_rank(group):
+    """Both ranks have the same rows; the embeddings are those of all tokens, which are split after their dropout."""
     model = dp.parallelize(build("gpt2", dropout=0.5), make_mesh())
-    row = rows_of([12])
-    same = {name: np.repeat(x[:, :6], 2, 1) if name != "attention_mask" else x for name, x in row.items()}
-    losses = train_on(model, [same, same], dropout="per-rank")
-    assert np.isfinite(losses).all()
+    masks = {}
+
+    def noted(name):
+        return lambda module, args, output: masks.update({name: output.asnumpy() == 0})
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(noted(name))
+    train_on(model, [rows_of([16, 16])], dropout="per-rank")
+    first, second = group.all_gather_object(masks)
+    agreeing = {name: (first[name] == second[name]).mean() for name in first}
+    assert agreeing.pop("transformer.drop") == 1
+    assert len(agreeing) == 4 * 3
+    # Independent masks agree in half of their elements; half of the attention is 0 without a mask, for it is causal.
+    for name, share in agreeing.items():
+        assert share == pytest.approx(0.73 if name.endswith("attn_dropout") else 0.5, abs=0.12), name
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -300,17 +315,23 @@ def test_attention_that_reads_its_input_values_gives_a_nan_loss(group):
 
 @needs_two
 @pytest.mark.core
-def test_the_plan_check_refuses_a_wrong_sequence_parallel_plan(group):
-    """Queries that no layer exchanges have another shape, and values that are exchanged twice another order."""
-    stock = plan_for(build("llama")).tensor
-    layers = {pattern: style for pattern, style in stock.layers.items() if "k_proj" not in pattern}
-    plan = ShardingPlan(
-        TensorPlan(layers, stock.per_rank_attributes, stock.sharded_dropout, stock.head),
-        plan_for(build("llama")).pipeline,
-    )
-    with pytest.raises(ValueError, match=r"self_attn\.k_proj failed in the check of the plan"):
-        dp.parallelize(build("llama"), make_mesh(), plan, check=rows_of([8, 8]))
-    dp.parallelize(build("llama"), make_mesh(), check=rows_of([9, 7]))
+@pytest.mark.parametrize(
+    ("kind", "layer", "style", "message"),
+    [
+        # The keys are those of a rank's own tokens, which is another shape.
+        ("llama", "k_proj", None, r"self_attn\.k_proj failed in the check of the plan"),
+        # Queries, keys and values are exchanged as one block, so that their numbers have another order. The last layer
+        # has the first output of all tokens.
+        ("gpt2", "c_attn", "colwise", r"the loss of the batch is .*that differs is that of 'transformer\.h\.3'"),
+    ],
+)
+def test_the_plan_check_refuses_a_wrong_sequence_parallel_plan(group, kind, layer, style, message):
+    stock = plan_for(build(kind))
+    layers = {pattern: style if layer in pattern else stock.tensor.layers[pattern] for pattern in stock.tensor.layers}
+    tensor = replace(stock.tensor, layers={pattern: style for pattern, style in layers.items() if style is not None})
+    with pytest.raises(ValueError, match=message):
+        dp.parallelize(build(kind), make_mesh(), replace(stock, tensor=tensor), check=rows_of([8, 8]))
+    dp.parallelize(build(kind), make_mesh(), check=rows_of([9, 7]))
 
 
 @needs_two

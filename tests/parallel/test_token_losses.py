@@ -408,17 +408,27 @@ def test_optimizer_parameters_outside_the_model_are_refused(group, tmp_path):
 
 
 def test_a_failed_update_removes_its_hooks_from_the_model(group):
-    """Question answering has a hook during an update; the traceback, which a notebook keeps, must not keep it."""
+    """Question answering has a hook during an update; the traceback, which a notebook keeps, must not keep it.
+
+    The next update is that of a model whose first update did not fail.
+    """
     model_class = find("BertForQuestionAnswering")
-    model = build(model_class)
-    parameters = list(model.parameters())
-    step = dp.make_train_step(lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters)
+
+    def make():
+        model = build(model_class)
+        parameters = list(model.parameters())
+        return model, dp.make_train_step(
+            lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, model=model
+        )
+
+    (model, step), (other, expected) = make(), make()
     micro_batches = {key: np.stack([row[key] for row in samples(model_class, model, 8)]) for key in ("input_ids",)}
     # More end positions than start positions lie within the text, so the model's own loss is not used.
     micro_batches.update(start_positions=np.array([0, 99] * 4), end_positions=np.arange(8))
     accumulate = step.synchronizer.accumulate
 
-    def fail(*args):
+    def fail(*args, **options):
+        accumulate(*args, **options)
         raise KeyboardInterrupt
 
     step.synchronizer.accumulate = fail
@@ -427,4 +437,6 @@ def test_a_failed_update_removes_its_hooks_from_the_model(group):
     assert caught.traceback
     assert not model._forward_hooks
     step.synchronizer.accumulate = accumulate
-    assert np.isfinite(step(micro_batches))
+    assert step(micro_batches) == expected(micro_batches)
+    for name, weight in weights(other).items():
+        np.testing.assert_array_equal(weights(model)[name], weight, err_msg=name)

@@ -101,8 +101,9 @@ def test_default_arguments_give_no_warning(group, tmp_path, kind):
         warnings.filterwarnings("error", category=RuntimeWarning)
         trainer = MyTrainer(tiny_roberta(), kind(str(tmp_path)), train_dataset=Rows(4))
         # A converted copy, as a second Trainer gets it.
-        MyTrainer(tiny_roberta(), trainer.args, train_dataset=Rows(4))
-        MyTrainer(tiny_roberta(), train_dataset=Rows(4))
+        again = MyTrainer(tiny_roberta(), trainer.args, train_dataset=Rows(4))
+        default = MyTrainer(tiny_roberta(), train_dataset=Rows(4))
+    assert [each.args.world_size for each in (trainer, again, default)] == [group.world_size] * 3
 
 
 def test_the_size_of_a_run_is_logged_on_rank_0_at_level_info(group, tmp_path):

@@ -123,4 +123,5 @@ def test_export_and_generate_report_invalid_arguments_and_folders(monkeypatch, t
         load_saved(str(tmp_path / "base"))
     with pytest.raises(SystemExit):
         main(["generate", "a", "b", "--temperature", "nan"])
+    assert "--temperature" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -211,13 +211,18 @@ def test_the_async_writer_keeps_no_reference_to_the_state(group, tmp_path, monke
 
 
 def test_a_checkpoint_is_written_at_once_if_no_thread_can_start(group, tmp_path, monkeypatch):
+    refused = []
+
     def fail(thread):
+        refused.append(thread.name)
         raise RuntimeError("can't start new thread")
 
-    state = {"a": in_pieces(np.ones((3, 5), np.float32), FlatLayout((3, 5)), 2)}
+    array, background = np.arange(15, dtype=np.float32).reshape(3, 5), BackgroundWriter(group)
     monkeypatch.setattr(threading.Thread, "start", fail)
-    save_shards(tmp_path / "checkpoint-1", state, group, BackgroundWriter(group))
-    check_checkpoint(tmp_path / "checkpoint-1")
+    save_shards(tmp_path / "checkpoint-1", {"a": in_pieces(array, FlatLayout((3, 5)), 2)}, group, background)
+    assert refused == ["mindnlp_dp-checkpoint"]
+    assert not background.is_busy
+    np.testing.assert_array_equal(unpack_state(read_state(tmp_path / "checkpoint-1"))["a"].asnumpy(), array)
 
 
 @pytest.mark.parametrize("has_links", [True, False])

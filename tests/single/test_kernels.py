@@ -25,10 +25,22 @@ from mindnlp.transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel,
 from mindnlp.transformers.models.llama import modeling_llama
 from mindnlp.transformers.models.qwen2 import modeling_qwen2
 from mindspore import Tensor
+from scipy import special
 
 import mindnlp_dp as dp
 from mindnlp_dp.dropout import dropout_masks
-from mindnlp_dp.kernels import activations, dispatch, functions, masked, matmul, memory_pool, onednn, workers
+from mindnlp_dp.kernels import (
+    activations,
+    cross_entropy,
+    dispatch,
+    functions,
+    linear_cross_entropy,
+    masked,
+    matmul,
+    memory_pool,
+    onednn,
+    workers,
+)
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
@@ -387,32 +399,126 @@ def test_matmul_without_onednn_gives_the_same_products(monkeypatch):
         np.testing.assert_allclose(x, y, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_cores", [2, 3, 8])
-def test_kernels_are_bitwise_equal_on_any_number_of_cores(num_cores):
-    x, w, bias = numbers(1300, 1001), numbers(1536, 1001), numbers(1536)
-    heads = numbers(8, 12, 40, 32)
-    long = numbers(2, 3, 200, 64)
-    keep = dropout_masks.keep_mask(x.size, 0.1, (1, 2))
+def activation(name, x):
+    """Return x s(u(x)) and its derivative in float64, where s is the normal distribution or a sigmoid."""
+    x = x.astype(np.float64)
+    if name == "gelu":
+        s, slope = special.ndtr(x), np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
+    else:
+        scale, cube = {"gelu_tanh": (2 * np.sqrt(2 / np.pi), 0.044715), "gelu_quick": (1.702, 0), "silu": (1, 0)}[name]
+        s = special.expit(scale * (x + cube * x**3))
+        slope = s * (1 - s) * scale * (1 + 3 * cube * x**2)
+    return [x * s, s + x * slope]
 
-    def all_of_them():
-        y = matmul.product(x, w.T, bias)
-        z, statistics = normalize(y, bias, bias, 1e-5, centered=True)
-        activated = {name: activations.forward(name, y, True) for name in onednn.ACTIVATIONS}
-        return [
-            y, z, *normalize_backward(y, z, bias, statistics, centered=True),
-            *(out for out, _ in activated.values()),
-            *(activations.backward(name, z, y, slope) for name, (_, slope) in activated.items()),
-            softmax_of_rows(y), softmax_backward(z, softmax_of_rows(y)),
-            matmul.product(y.T, x), matmul.product(y, w), masked.masked(x, keep, 1.25),
-            matmul.matmul(heads, heads.swapaxes(-1, -2)), matmul.matmul(long, long.swapaxes(-1, -2)),
-        ]  # fmt: skip
 
-    alone = all_of_them()
-    workers.use_cores(num_cores)
-    together = all_of_them()
-    workers.use_cores(1)
-    for one, several in zip(alone, together):
-        np.testing.assert_array_equal(one, several)
+def layer_norm(x, weight, bias, g):
+    """Return a layer normalization and the gradients of x, weight and bias in float64."""
+    x = x.astype(np.float64)
+    scale = 1 / np.sqrt(x.var(1, keepdims=True) + 1e-5)
+    normal, of_normal = (x - x.mean(1, keepdims=True)) * scale, g * weight.astype(np.float64)
+    along = normal * (of_normal * normal).mean(1, keepdims=True)
+    of_x = scale * (of_normal - of_normal.mean(1, keepdims=True) - along)
+    return [normal * weight + bias, of_x, (g * normal).sum(0), g.astype(np.float64).sum(0)]
+
+
+def of_layer_norm(x, weight, bias, g):
+    out, statistics = normalize(x, weight, bias, 1e-5, centered=True)
+    return [out, *normalize_backward(g, x, weight, statistics, centered=True)]
+
+
+def of_activation(name, x, g):
+    out, slope = activations.forward(name, x, True)
+    return [out, activations.backward(name, g, x, slope)]
+
+
+def of_cross_entropy(x, classes, g):
+    losses, softmax = cross_entropy.losses(x, classes, keep=True)
+    return [losses, cross_entropy.backward(g, softmax, classes)]
+
+
+def of_linear_cross_entropy(x, weight, bias, classes, g):
+    options = {"weights": g, "wanted": (True, True, True)}
+    losses, gradients = linear_cross_entropy.losses_and_gradients(x, weight, bias, classes, **options)
+    return [losses, *gradients]
+
+
+def large_kernels():
+    """Return by name every kernel that uses several cores, on arrays of many blocks, and its results in float64."""
+    x, weight, bias = numbers(1300, 301), numbers(1536, 301, scale=0.1), numbers(1536)
+    y, g, of_rows = numbers(1300, 1536), numbers(1300, 1536, seed=1), numbers(1300)
+    wide_x, wide_weight, wide_y, wide_g = (each.astype(np.float64) for each in (x, weight, y, g))
+    heads, long = numbers(8, 12, 80, 64), numbers(2, 3, 200, 64)
+    classes = np.random.default_rng(3).integers(0, 1536, 1300)
+    keep = dropout_masks.keep_mask(y.size, 0.1, (1, 2))
+    one_hot = np.eye(1536)[classes]
+
+    def softmax():
+        return special.softmax(wide_y, 1)
+
+    def losses(logits):
+        of_logits = of_rows[:, None] * (special.softmax(logits, 1) - one_hot)
+        return special.logsumexp(logits, 1) - logits[np.arange(1300), classes], of_logits
+
+    def linear_losses():
+        of_each, of_logits = losses(wide_x @ wide_weight.T + bias)
+        return [of_each, of_logits @ wide_weight, of_logits.T @ wide_x, of_logits.sum(0)]
+
+    def softmax_gradient():
+        share = softmax()
+        return [share * (wide_g - (wide_g * share).sum(1, keepdims=True))]
+
+    def square(x):
+        return x @ x.swapaxes(-1, -2)
+
+    return {
+        "product and a bias": (lambda: [matmul.product(x, weight.T, bias)], lambda: [wide_x @ wide_weight.T + bias]),
+        "product": (lambda: [matmul.product(y, weight)], lambda: [wide_y @ wide_weight]),
+        "product of a gradient": (lambda: [matmul.product(y.T, x)], lambda: [wide_y.T @ wide_x]),
+        "batched product": (
+            lambda: [matmul.matmul(heads, heads.swapaxes(-1, -2))], lambda: [square(heads.astype(np.float64))],
+        ),
+        "batched product of long rows": (
+            lambda: [matmul.matmul(long, long.swapaxes(-1, -2))], lambda: [square(long.astype(np.float64))],
+        ),
+        **{
+            name: (
+                functools.partial(of_activation, name, y, g),
+                lambda name=name: [activation(name, y)[0], activation(name, y)[1] * g],
+            )
+            for name in onednn.ACTIVATIONS
+        },
+        "layer norm": (lambda: of_layer_norm(y, bias, -bias, g), lambda: layer_norm(y, bias, -bias, g)),
+        "softmax": (lambda: [softmax_of_rows(y)], lambda: [softmax()]),
+        "softmax, backward": (lambda: [softmax_backward(g, softmax_of_rows(y))], softmax_gradient),
+        "cross-entropy": (lambda: of_cross_entropy(y, classes, of_rows), lambda: losses(wide_y)),
+        "linear cross-entropy": (
+            lambda: of_linear_cross_entropy(x, weight, bias, classes, of_rows), linear_losses,
+        ),
+        "masked": (lambda: [masked.masked(y, keep, 1.25)], lambda: [wide_y * keep.reshape(y.shape) * 1.25]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("primitives", [True, False])
+@pytest.mark.parametrize("name", large_kernels())
+def test_kernels_are_bitwise_equal_on_any_number_of_cores_and_match_float64(monkeypatch, name, primitives):
+    """Without oneDNN's primitives, NumPy computes what they compute."""
+    if not primitives:
+        monkeypatch.setattr(onednn, "has_primitives", lambda: False)
+        monkeypatch.setattr(onednn, "has_fast_exponentials", lambda: False)
+    kernel, reference = large_kernels()[name]
+    alone, expected = kernel(), reference()
+    assert len(alone) == len(expected)
+    for mine, exact in zip(alone, expected):
+        assert distance(mine, exact) < 2e-6
+    parts = []
+    submit = ThreadPoolExecutor.submit
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda *args: parts.append(args[3:]) or submit(*args))
+    for num_cores in (2, 3, 8):
+        workers.use_cores(num_cores)
+        parts.clear()
+        for several, one in zip(kernel(), alone):
+            np.testing.assert_array_equal(several, one, err_msg=f"{num_cores} cores")
+        assert parts, "the arrays are too small for several cores"
 
 
 def test_kernels_work_while_the_process_exits():
@@ -645,7 +751,7 @@ class TestAutograd:
             return F.cross_entropy(F.dropout(F.layer_norm(y, (30,)), 0.1), Tensor([1, 2, 3, 4]))
 
         x = Tensor(numbers(4, 30))
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="a bad sample"):
             mindspore.value_and_grad(lambda x: run(x, fails=True))(x)
         mindspore.manual_seed(1)
         _, again = mindspore.value_and_grad(lambda x: run(x, fails=False))(x)
@@ -1070,9 +1176,9 @@ class TestPrecision:
     def test_medium_precision_context_restores_the_previous_precision(self, monkeypatch):
         monkeypatch.setattr(onednn, "has_bfloat16", lambda: True)
         dispatch.choose("auto", 1)
-        with pytest.raises(KeyError), dispatch.medium_precision(True):
+        with pytest.raises(KeyError, match="a bad batch"), dispatch.medium_precision(True):
             assert matmul.uses_bfloat16()
-            raise KeyError
+            raise KeyError("a bad batch")
         assert not matmul.uses_bfloat16()
         with dispatch.medium_precision(False):
             assert not matmul.uses_bfloat16()

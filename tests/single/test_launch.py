@@ -79,8 +79,10 @@ def test_a_cluster_process_gets_its_role_rank_and_timeouts():
 
 
 def test_a_free_port_can_be_bound():
+    port = free_port()
     with socket.socket() as server:
-        server.bind(("127.0.0.1", free_port()))
+        server.bind(("127.0.0.1", port))
+        assert server.getsockname() == ("127.0.0.1", port)
 
 
 KILLED = """prterun noticed that process rank 1 with PID 12 on node vm exited on

@@ -207,8 +207,12 @@ def test_a_closed_output_pipe_does_not_end_the_job(tmp_path, pipe, capsys):
     assert capsys.readouterr().err.count("output is no longer shown") == 1
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_closed_standard_stream_does_not_end_the_job(tmp_path, monkeypatch, stream):
+@pytest.mark.parametrize(
+    ("stream", "shown"),
+    # print() writes to standard output if its file is None.
+    [("stdout", ("", "a message\n")), ("stderr", ("a message\na line\n", ""))],
+)
+def test_a_closed_standard_stream_does_not_end_the_job(tmp_path, monkeypatch, capsys, stream, shown):
     (tmp_path / "worker_0.log").write_text("a line\n")
     monkeypatch.setattr(sys, stream, None)
     with BackgroundOutput():
@@ -216,6 +220,8 @@ def test_a_closed_standard_stream_does_not_end_the_job(tmp_path, monkeypatch, st
         console = Console(tmp_path, 1, "0", EventLoop())
         console.show_all(lambda: False)
         console.close()
+    assert tuple(capsys.readouterr()) == shown
+    assert getattr(sys, stream) is None
 
 
 def test_text_streams_of_notebooks_get_the_output_of_ranks(tmp_path):

@@ -160,7 +160,8 @@ def update(model, kind):
 
 
 @pytest.mark.parametrize(("combination", "rank"), [("svd", 4), ("cat", None), ("linear", None), ("ties", None)])
-def test_a_weighted_adapter_is_the_weighted_sum_of_others(combination, rank):
+def test_a_weighted_adapter_combines_others_as_its_type_says(combination, rank):
+    """Two types combine the matrices, "ties" and "linear"; the others combine their products."""
     model = build()
     model.add_adapter("second", config())
     randomize(model, "second", seed=2)
@@ -172,11 +173,24 @@ def test_a_weighted_adapter_is_the_weighted_sum_of_others(combination, rank):
     options = {"density": 1.0} if combination == "ties" else {"svd_rank": rank}
     model.add_weighted_adapter(["default", "second"], weights, "mixed", combination_type=combination, **options)
     expected = sum(w * layer.get_delta_weight(name).asnumpy() for w, name in zip(weights, ["default", "second"]))
+    if combination == "ties":
+        lower, upper = (
+            ties([matrices[name].weight.asnumpy() for name in ("default", "second")], weights)
+            for matrices in (layer.lora_A, layer.lora_B)
+        )
+        expected = upper @ lower
+    before = logits(model)
     model.set_adapter("mixed")
     assert all("mixed" in name for name in trainable(model))
-    assert np.isfinite(logits(model)).all()
-    if combination != "ties":
-        np.testing.assert_allclose(layer.get_delta_weight("mixed").asnumpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(layer.get_delta_weight("mixed").asnumpy(), expected, atol=1e-5)
+    assert np.abs(logits(model) - before).max() > 1e-3
+
+
+def ties(matrices, weights):
+    """Return TIES (Yadav and others, 2023) of two matrices: the mean of those whose sign is that of their sum."""
+    sign = np.where(sum(matrices) >= 0, 1, -1)
+    agrees = [np.sign(matrix) == sign for matrix in matrices]
+    return sum(np.sqrt(w) * x * a for w, x, a in zip(weights, matrices, agrees)) / np.maximum(sum(agrees), 1)
 
 
 @pytest.mark.parametrize("library", ["MindNLP", "PyTorch"])

@@ -158,6 +158,7 @@ def test_srun_with_mpi_is_refused_on_devices():
     ("launch", "world_size"), [(ALONE, 1), (MPIRUN, 2), (SRUN_MPI, 2), (PMIX, 2), (PMIX, 7), (Launch("PMIx", None), 1)]
 )
 def test_a_matching_world_size_is_accepted(launch, world_size):
+    """This raises nothing; the next test has sizes for which the same call raises."""
     check_world_size(launch, world_size, "mpi")
 
 

@@ -70,9 +70,10 @@ def test_recompute_with_dropout_gives_bitwise_equal_gradients(kind, kernels):
     model = build(kind, dropout=0.1)
     expected = gradients(model, batch(kind, 4))
     names = dp.enable_recompute(model)
-    assert len(names) == 4 if kind in ("bert", "roberta", "gpt2", "t5") else 2
+    # T5 has two layers in its encoder, and two in its decoder.
+    assert len(names) == (2 if kind == "mixtral" else 4)
     assert_equal(gradients(model, batch(kind, 4)), expected)
-    assert all(np.any(gradient) for gradient in expected[1:]) or kind == "mixtral"
+    assert all(np.any(gradient) for gradient in expected[1:])
 
 
 @pytest.mark.parametrize("kernels", ["auto", "mindspore"])

@@ -59,7 +59,7 @@ def test_a_text_longer_than_the_csv_field_limit_is_read(tmp_path, name, delimite
     path = write(tmp_path / name, f"text{delimiter}label\n{text}{delimiter}x\n")
     assert read_examples(path) == Examples([text], ["x"])
     # Other readers in this process keep their limit, even if a file is refused.
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="line 1: the header is missing"):
         read_examples(write(tmp_path / name, ""))
     assert csv.field_size_limit() == limit
 
@@ -378,9 +378,9 @@ def test_every_shipped_config_is_valid(pytestconfig):
 
 def test_atomic_write_leaves_complete_files_or_none(tmp_path):
     target = tmp_path / "out" / "report.json"
-    with pytest.raises(RuntimeError), atomic_write(target) as temporary:
+    with pytest.raises(RuntimeError, match="the writer fails"), atomic_write(target) as temporary:
         temporary.write_text("half")
-        raise RuntimeError
+        raise RuntimeError("the writer fails")
     assert list(target.parent.iterdir()) == []
     for text in ("first", "second"):
         with atomic_write(target) as temporary:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import mindspore
 import numpy as np
 import pytest
@@ -164,11 +162,15 @@ def test_weights_that_are_zero_by_design_give_no_warning(group):
     from mindnlp.peft import LoraConfig, get_peft_model
 
     model = get_peft_model(tiny_roberta(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
-    zero = nn.Parameter(mindspore.ops.zeros(SHAPE))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_values(list(model.named_parameters()), group)
-        check_values([("vit.embeddings.cls_token", zero), ("attention.q_bias", zero)], group)
+    zero, frozen = nn.Parameter(mindspore.ops.zeros(SHAPE)), nn.Parameter(mindspore.ops.zeros(SHAPE), False)
+    by_design = [
+        *model.named_parameters(), ("vit.embeddings.cls_token", zero), ("attention.q_bias", zero),
         # A frozen parameter and a parameter that is not a matrix are not checked.
-        frozen = nn.Parameter(mindspore.ops.zeros(SHAPE), False)
-        check_values([("weight", frozen), ("bias", nn.Parameter(mindspore.ops.zeros(3)))], group)
+        ("weight", frozen), ("vector.weight", nn.Parameter(mindspore.ops.zeros(3))),
+    ]  # fmt: skip
+    assert any("lora_B" in name and not weight.asnumpy().any() for name, weight in by_design)
+    # Of all these only the last one is named.
+    with pytest.warns(RuntimeWarning) as warned:
+        check_values([*by_design, ("by.mistake.weight", zero)], group)
+    (message,) = [str(each.message) for each in warned]
+    assert message.startswith("trainable weights are all zero: 'by.mistake.weight'. If this is not intended")
