@@ -130,7 +130,8 @@ def summary(report: RunReport, folder: Path, evaluation: str) -> str:
 
 
 def _speed(report: RunReport) -> str:
-    parts, metrics = [f"{report['train_samples_per_second']:.0f} samples/s"], report.get("metrics", {})
+    samples, metrics = report["train_samples_per_second"], report.get("metrics", {})
+    parts = [f"{samples:.0f} samples/s" if samples >= 10 else f"{samples:.2g} samples/s"]
     if "train_input_tokens_per_second" in metrics:
         parts.append(f"{metrics['train_input_tokens_per_second']:.0f} tokens/s")
     if "train_mfu" in metrics:
