@@ -11,6 +11,7 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
+from mindnlp_dp.parallel import mixed_precision
 
 
 class Handle:
@@ -59,5 +60,6 @@ def emulate_collectives(monkeypatch):
 
 def act_as_a_device(monkeypatch):
     """Emulate the collectives, and let groups say that their arrays are on a device; return the counts."""
+    monkeypatch.setattr(mixed_precision, "is_on_cpu", lambda: False)
     monkeypatch.setattr(ProcessGroup, "on_device", property(lambda self: self.backend == "mccl"))
     return emulate_collectives(monkeypatch)

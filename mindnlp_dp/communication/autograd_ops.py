@@ -27,11 +27,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, from_numpy
+from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.runtime.arrays import read
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, read
 from mindnlp_dp.runtime.shard_bounds import shard_bounds
 
 
@@ -82,7 +82,7 @@ def _part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 def _gathered(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     full, _ = gather_rows(np.moveaxis(read(x), dim, 0), group)
-    return from_numpy(np.ascontiguousarray(np.moveaxis(full, 0, dim)))
+    return from_host(np.ascontiguousarray(np.moveaxis(full, 0, dim)), dtype_name(x))
 
 
 def gather_rows(rows: np.ndarray, group: ProcessGroup) -> tuple[np.ndarray, list[int]]:

@@ -67,7 +67,7 @@ class Synchronizer(abc.ABC):
         seconds: The seconds that the computing thread has spent on the exchange, waits for slower ranks included.
         num_bytes: This rank's bytes of gradients given to the exchange so far.
         num_calls: This rank's collective calls so far.
-        last_window: The cost of the last update.
+        last_exchange: The cost of the last update's exchange.
         channel: The channel that transports the gradients.
         order: The order in which gradients are packed, if it affects the last bits of the result; else None.
         defers_losses: Whether :meth:`accumulate` takes losses that a device is still computing. They are read with the

@@ -7,32 +7,54 @@ where it enters the model, and divided by it where it leaves it (Micikevicius et
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import numbers
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import mindspore
+import numpy as np
 from mindspore.common._grad_function import _Function
 
+from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
+from mindnlp_dp.runtime.devices import is_on_cpu
 
 TYPES = ("bfloat16", "float16")
+
+# What a model may return besides tensors.
+_PLAIN = (numbers.Number, str, np.ndarray, type(None))
 
 # The largest power of two that float16 has; after so many updates without an overflow, the scale is doubled.
 _MOST, _UPDATES = 2.0**15, 1000
 
 
-def check_param_dtype(param_dtype: Optional[str], group: Optional[ProcessGroup] = None) -> Optional[str]:
-    """Return ``param_dtype``; raise ValueError if it is not a type to compute in, on the device of ``group``."""
+def check_param_dtype(param_dtype: Optional[str]) -> Optional[str]:
+    """Return ``param_dtype``; raise ValueError if it is not a type to compute in, on this device."""
     if param_dtype is not None and param_dtype not in TYPES:
         raise ValueError(
             f"param_dtype must be {' or '.join(map(repr, TYPES))}, or None for float32; got {param_dtype!r}"
         )
-    if param_dtype == "bfloat16" and group is not None and not group.on_device:
+    if param_dtype == "bfloat16" and is_on_cpu():
         raise ValueError(
             'param_dtype="bfloat16" needs a device: MindSpore has no operators in bfloat16 on a CPU. There, use '
             'init_process_group(matmul_precision="medium"), or try param_dtype="float16", which is slow'
         )
     return param_dtype
+
+
+def check_chip(param_dtype: str, world: ProcessGroup) -> None:
+    """Raise ValueError if the chips of the job do not have a type. A collective."""
+    channel = open_gradient_channel(world) if world.on_device else None
+    if isinstance(channel, MindSporeChannel):
+        try:
+            channel.check_types([param_dtype], None)
+        except ValueError as error:
+            raise ValueError(
+                f'param_dtype={param_dtype!r}, and this chip has no {param_dtype}; use param_dtype="float16", or '
+                "fp16=True of the Trainer's arguments"
+            ) from error
 
 
 class MixedPrecision:
@@ -44,10 +66,12 @@ class MixedPrecision:
             an averaged gradient is not finite.
     """
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: str, model: Any) -> None:
+        self.dtype, self._model = dtype, model
         self.scale = _MOST if dtype == "float16" else 1.0
         self._num_finite = 0
+        # The units that cast the model's weights, which set this.
+        self.units: Any = None
 
     def reduce_scale(self) -> bool:
         """Halve the scale after an overflow; return whether the scale explains it."""
@@ -70,15 +94,49 @@ class MixedPrecision:
         if saved is not None:
             self.scale, self._num_finite = saved["scale"], saved["num_finite"]
 
+    def lowered(self, x: Any) -> Any:
+        """Return a tensor in this type."""
+        return x.astype(getattr(mindspore, self.dtype))
+
     def cast(self, inputs: Any) -> Any:
-        """Return inputs with their tensors of float32 in this type."""
-        dtype = getattr(mindspore, self.dtype)
-        return _on_tensors(inputs, (mindspore.float32,), lambda x: x.astype(dtype))
+        """Return inputs with their tensors of float32 in this type, but labels as they are."""
+
+        def lower(x: Any) -> Any:
+            if not isinstance(x, mindspore.Tensor) or x.dtype != mindspore.float32:
+                return x
+            return self.lowered(x) if self.scale == 1 else _UnscaledGradient.apply(self, x)
+
+        return _mapped(inputs, lower, copies=True)
 
     def uncast(self, output: Any) -> Any:
-        """Return what a model has computed in float32; its gradient enters the model multiplied by the scale."""
+        """Return what a model has computed in float32; its gradient enters the model multiplied by the scale.
+
+        Raises:
+            TypeError: the output has parts in which tensors cannot be found, so that their gradient is not scaled.
+        """
         floats = (mindspore.float16, mindspore.bfloat16, mindspore.float32)
-        return _on_tensors(output, floats, lambda x: _ScaledGradient.apply(self, x))
+
+        def widen(x: Any) -> Any:
+            if isinstance(x, mindspore.Tensor):
+                return _ScaledGradient.apply(self, x) if x.dtype in floats else x
+            if self.scale != 1 and not isinstance(x, _PLAIN) and "Cache" not in type(x).__name__:
+                raise TypeError(
+                    f'param_dtype="float16": the model returns a {type(x).__name__}, in which its tensors cannot be '
+                    "found; return tensors, tuples, lists or dictionaries of them"
+                )
+            return x
+
+        return _mapped(output, widen, copies=False)
+
+    def check_parameters(self) -> None:
+        """Raise ValueError if the model has trainable parameters that it did not have when ``param_dtype`` was set."""
+        known = {id(weight.own) for unit in self.units.by_name.values() for weight in unit.weights}
+        new = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in known]
+        if new:
+            raise ValueError(
+                f"{new[0]!r} trains, and was not in the model when its param_dtype was set; add adapters, heads and "
+                "tokens first, and call parallelize(param_dtype=) or fully_shard(param_dtype=) after that"
+            )
 
     def unscaled(self, gradient: Any) -> Any:
         """Return the gradient of a weight in float32, divided by the scale."""
@@ -87,9 +145,18 @@ class MixedPrecision:
 
 
 def mixed_precision_of(model: Any) -> Optional[MixedPrecision]:
-    """Return how a model computes in a 16-bit type, or None."""
-    found = getattr(model, "mixed_precision", None)
-    return found if isinstance(found, MixedPrecision) else None
+    """Return how a model, or a model within it, computes in a 16-bit type; None if it does not.
+
+    Raises:
+        ValueError: several models in it have scales of their own.
+    """
+    modules = model.modules() if hasattr(model, "modules") else [model]
+    found = {id(p): p for m in modules if isinstance(p := getattr(m, "mixed_precision", None), MixedPrecision)}
+    if len(found) > 1:
+        raise ValueError(
+            f"{len(found)} models with a param_dtype are trained together; set that of one model that has them"
+        )
+    return next(iter(found.values()), None)
 
 
 class _ScaledGradient(_Function):
@@ -104,14 +171,29 @@ class _ScaledGradient(_Function):
         return None, (gradient if scale == 1 else gradient * scale).astype(ctx.dtype)
 
 
-def _on_tensors(value: Any, dtypes: Sequence[Any], function: Callable[[Any], Any]) -> Any:
-    """Apply a function to the tensors of these types in nested lists and dictionaries; a dictionary is changed."""
-    if isinstance(value, mindspore.Tensor):
-        return function(value) if value.dtype in dtypes else value
+class _UnscaledGradient(_Function):
+    @staticmethod
+    def forward(ctx: Any, precision: MixedPrecision, x: Any) -> Any:
+        ctx.precision = precision
+        return precision.lowered(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return None, ctx.precision.unscaled(gradient)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any], *, copies: bool) -> Any:
+    """Apply a function to the leaves of nested tuples, lists and dictionaries, but not to labels.
+
+    ``copies`` says whether dictionaries are copied, and not changed.
+    """
     if isinstance(value, dict):
-        for key in value:
-            value[key] = _on_tensors(value[key], dtypes, function)
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(_on_tensors(each, dtypes, function) for each in value)
-    return value
+        found = copy.copy(value) if copies else value
+        for key in found:
+            if key != "labels":
+                found[key] = _mapped(found[key], function, copies=copies)
+        return found
+    if isinstance(value, (list, tuple)):
+        mapped = [_mapped(each, function, copies=copies) for each in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    return function(value)

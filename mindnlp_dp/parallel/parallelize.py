@@ -22,7 +22,7 @@ from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
 from mindnlp_dp.parallel.fully_sharded.fully_sharded_edits import check_units, fully_sharded_edits
 from mindnlp_dp.parallel.fully_sharded.units import Units
-from mindnlp_dp.parallel.mixed_precision import MixedPrecision, check_param_dtype, mixed_precision_of
+from mindnlp_dp.parallel.mixed_precision import MixedPrecision, check_chip, check_param_dtype, mixed_precision_of
 from mindnlp_dp.parallel.model_edits import ModelEdits, ModelIndex
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, check_support, head_of, plan_for, plan_within_adapters
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline, check_pipeline
@@ -192,10 +192,12 @@ def _units(
     known = mixed_precision_of(model)
     if param_dtype is not None and known is not None:
         raise ValueError(f"this {type(model).__name__} computes in {known.dtype} already; leave param_dtype out")
-    param_dtype = check_param_dtype(param_dtype, mesh.world)
+    check_param_dtype(param_dtype)
+    if param_dtype is not None:
+        check_chip(param_dtype, mesh.world)
     if mesh.sizes["fsdp"] == 1 and param_dtype is None:
         return None
-    precision = None if param_dtype is None else MixedPrecision(param_dtype)
+    precision = None if param_dtype is None else MixedPrecision(param_dtype, model)
     return Units(weights, keeps_gathered=keep_gathered, precision=precision)
 
 

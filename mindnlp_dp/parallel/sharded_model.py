@@ -252,6 +252,8 @@ class ShardedModel(DistributedModel):
     def scatter(self, source: Source, names: Optional[Iterable[str]] = None) -> None:
         """Scatter full arrays from rank 0 of the job to the ranks' shards: all arrays, or those with these names."""
         own = self._own()
+        if self.units is not None:
+            self.units.end_passes()
         for placement in map(self.placements.__getitem__, self.placements if names is None else names):
             full = self.world.run_on(
                 self.world.is_main, functools.partial(source, placement), f"reading {placement.name}"

@@ -166,8 +166,26 @@ class _Pass:
         from mindnlp_dp.runtime.pynative_executor import recording
 
         # A backward pass runs, in which MindSpore 2.8 leaves it to the caller to record operators.
-        with recording(True), self._state.replayed(), _unchanged_statistics(self._layer):
+        with recording(True), self._state.replayed(), _unchanged_statistics(self._layer), _recomputing():
             return self._stock(*args, **self._kwargs_again)
+
+
+_passes = 0
+
+
+def is_recomputing() -> bool:
+    """Return whether a layer's forward pass runs again now, within a backward pass."""
+    return _passes > 0
+
+
+@contextlib.contextmanager
+def _recomputing() -> Iterator[None]:
+    global _passes
+    _passes += 1
+    try:
+        yield
+    finally:
+        _passes -= 1
 
 
 def _copied(x: Any) -> Any:
@@ -203,13 +221,14 @@ def _unchanged_statistics(layer: Any) -> Iterator[None]:
 
 def _check_units(model: Any, chosen: dict[str, Any]) -> None:
     """Raise ValueError if a layer is not a unit of a fully sharded model, whose weights are gathered together."""
-    units = getattr(getattr(model, "parallel", None), "units", None)
+    known = (getattr(getattr(model, name, None), "units", None) for name in ("parallel", "mixed_precision"))
+    units = next(filter(None, known), None)
     if units is None:
         return
     for name in chosen:
         if name not in units.by_name:
             raise ValueError(
-                f"{name} cannot be recomputed: this model is fully sharded, and gathers the weights of "
+                f"{name} cannot be recomputed: this model is fully sharded, or casts its weights, and gathers those of "
                 f"{', '.join(list(units.by_name)[1:_MOST_NAMED])}, ... as units; recompute these, or pass units="
             )
 

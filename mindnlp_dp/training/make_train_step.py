@@ -173,16 +173,20 @@ def make_train_step(
     distributed.check_optimizer(optimizer, parameters)
     stage = distributed.zero_stage(check_zero_stage(zero_stage))
     updater = make_updater(optimizer, synchronizer, stage, scheduler, distributed.scope(parameters))
+    precision = mixed_precision_of(model)
+    if precision is not None:
+        precision.check_parameters()
     step = TrainStep(
         synchronizer, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
         resync_tied_weights=distributed.resync_tied_weights,
-        adapters=adapter_check(model, parameters, distributed.world), precision=mixed_precision_of(model),
+        adapters=adapter_check(model, parameters, distributed.world), precision=precision,
     )  # fmt: skip
     span_loss = SpanLoss(model if loss_weight_of is None else None, losses.group)
 
     loss_of, weigher = functools.partial(call_with, forward_fn), loss_weight_of or BatchWeigher(forward_fn, model)
     rows = across_ranks(group, router_loss, trained)
-    is_checked = loss_weight_of is None and not jit and not distributed.is_sharded
+    # In 16 bits, two halves of a batch differ by more than a check tolerates.
+    is_checked = loss_weight_of is None and not jit and not distributed.is_sharded and precision is None
     check = LossCheck(loss_of, weigher, list(used.values()), rows, "the loss of forward_fn") if is_checked else None
 
     def gradients_of(inputs: Any) -> tuple[Any, Sequence[Any]]:

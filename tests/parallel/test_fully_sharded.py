@@ -6,12 +6,16 @@ import contextlib
 import gc
 import warnings
 import weakref
+from typing import Any, NamedTuple
 
+import mindspore
 import numpy as np
 import pytest
 from across_ranks import ConvNet
-from library import Stop
+from library import Stop, set_seed
+from mindnlp.core import nn, optim
 from mindspore import Tensor
+from safetensors.numpy import load_file
 from sharded_models import IS_MPI, needs_mpi, of_one_process, one_mesh_at_a_time
 from tiny_transformers import DECODERS, LORA, batch, build, rows, train, whole_weights
 
@@ -175,7 +179,7 @@ def test_gathers_and_reduce_scatters_of_a_micro_batch(group, monkeypatch):
     model = dp.fully_shard(build("llama"))
     for name in ("gather", "reduce"):
         method = getattr(Unit, name)
-        monkeypatch.setattr(Unit, name, lambda *args, n=name, m=method: calls.append(n) or m(*args))
+        monkeypatch.setattr(Unit, name, lambda *args, n=name, m=method, **kw: calls.append(n) or m(*args, **kw))
     train(model, "llama", pieces_of(group), num_updates=1)
     assert (calls.count("gather"), calls.count("reduce")) == (9, 5)
 
@@ -194,8 +198,6 @@ def test_a_library_without_all_to_all_gives_the_same_sums(group, monkeypatch):
 @pytest.mark.core
 def test_ranks_without_rows_and_bad_losses(group):
     """Ranks run a dummy batch while others gather weights; a loss that is NaN is left out on all ranks."""
-    from mindnlp.core import optim
-
     few, many = batch("llama", 1, 1), batch("llama", 2 * group.world_size, 2)
 
     def trained(model, num_ranks, rank, group=None):
@@ -400,8 +402,6 @@ def test_shards_of_matrices_are_known_as_matrices(group):
 
 @pytest.mark.core
 def test_what_fully_sharded_models_cannot_do_is_refused(group):
-    from mindnlp.core import optim
-
     def step(model, kind=optim.AdamW, **options):
         parameters = list(model.parameters())
         groups = dp_optim.muon_groups(model) if kind is dp_optim.Muon else parameters
@@ -482,7 +482,7 @@ def test_an_overflow_in_float16_halves_the_scale_and_leaves_the_weights_on_all_r
 
 
 def test_the_scale_of_the_gradient_grows_back_and_is_resumed():
-    precision = MixedPrecision("float16")
+    precision = MixedPrecision("float16", None)
     precision.reduce_scale()
     for _ in range(1000):
         precision.count_update()
@@ -492,10 +492,10 @@ def test_the_scale_of_the_gradient_grows_back_and_is_resumed():
     assert precision.scale == 2.0**15
     precision.reduce_scale()
     precision.count_update()
-    resumed = MixedPrecision("float16")
+    resumed = MixedPrecision("float16", None)
     resumed.load_state(precision.state())
     assert resumed.state() == precision.state() == {"scale": 2.0**14, "num_finite": 1}
-    assert not MixedPrecision("bfloat16").reduce_scale()
+    assert not MixedPrecision("bfloat16", None).reduce_scale()
 
 
 @pytest.mark.core
@@ -532,3 +532,107 @@ def test_param_dtypes_that_cannot_be_computed_in_are_refused(group):
     model = dp.parallelize(build("llama"), param_dtype="float16")
     with pytest.raises(ValueError, match="computes in float16 already"):
         dp.parallelize(model, param_dtype="float16")
+
+
+class Returns(nn.Module):
+    """A model whose output another class wraps."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.kind = kind
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.kind(x)
+
+
+class Named(NamedTuple):
+    value: Any
+
+
+class Wrapped:
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.core
+def test_gradients_in_float16_are_those_of_float32_for_whatever_goes_in_and_out(group):
+    """A module before the model, outputs in a named tuple, and a model that a wrapper has."""
+
+    def gradients(param_dtype):
+        with alone() as single:
+            set_seed(3)
+            first, inner = nn.Linear(4, 4), Returns(Named)
+            if param_dtype:
+                dp.parallelize(inner, param_dtype=param_dtype)
+            outer = nn.Sequential(first, inner)
+            parameters = list(outer.parameters())
+            step = dp.make_train_step(
+                lambda x: (outer(x).value.astype(mindspore.float32) ** 2).mean(), optim.SGD(parameters, lr=1.0),
+                parameters, model=outer, loss_weight_of=len, group=single,
+            )  # fmt: skip
+            before = [to_host(p).copy() for p in parameters]
+            step(Tensor(np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)))
+            assert (step.train_step.precision is not None) is (param_dtype is not None)
+            return [old - to_host(p) for old, p in zip(before, parameters)]
+
+    for half, full in zip(gradients("float16"), gradients(None)):
+        np.testing.assert_allclose(half, full, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.core
+def test_uses_of_float16_whose_gradients_would_not_be_scaled_are_refused(group):
+    from mindnlp.peft import LoraConfig, get_peft_model
+
+    x = Tensor(np.ones((2, 4), np.float32))
+    dp.init_device_mesh({"dp": group.world_size})
+    model = dp.parallelize(Returns(Wrapped), param_dtype="float16")
+    with pytest.raises(TypeError, match="the model returns a Wrapped, in which its tensors cannot be found"):
+        model(x)
+    model = dp.parallelize(Returns(Named), param_dtype="float16")
+    weights = tuple(model.layers[0].parameters())
+    with pytest.raises(RuntimeError, match="layers.0 is called outside of the forward pass of its model"):
+        mindspore.value_and_grad(lambda x: model.layers[0](x).sum(), None, weights)(x)
+    with pytest.raises(ValueError, match="cannot be recomputed: .* casts its weights"):
+        dp.enable_recompute(dp.parallelize(build("llama"), param_dtype="float16"), "self_attn")
+    late = get_peft_model(
+        dp.parallelize(build("llama"), param_dtype="float16"), LoraConfig(r=2, target_modules=["q_proj"])
+    )
+    parameters = [p for p in late.parameters() if p.requires_grad]
+    with pytest.raises(ValueError, match="lora_.*was not in the model when its param_dtype was set; add adapters"):
+        dp.make_train_step(lambda **b: late(**b)[0], optim.SGD(parameters, lr=0.1), parameters, model=late)
+
+
+def test_inputs_are_not_changed_and_labels_not_rounded(group):
+    seen = []
+
+    class Reads(Returns):
+        def forward(self, batch, labels=None):
+            seen.append((batch["x"].dtype, batch["labels"].dtype, labels.dtype))
+            return super().forward(batch["x"])
+
+    dp.init_device_mesh({"dp": group.world_size})
+    model = dp.parallelize(Reads(Named), param_dtype="float16")
+    given = {"x": Tensor(np.ones((2, 4), np.float32)), "labels": Tensor(np.ones(2, np.float32))}
+    assert model(given, labels=given["labels"]).value.dtype == mindspore.float32
+    assert seen == [(mindspore.float16, mindspore.float32, mindspore.float32)]
+    assert given["x"].dtype == mindspore.float32
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["llama", "t5", f"llama{LORA}"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_model_with_param_dtype_generates_and_is_saved_in_float32(group, shared_tmp_path, kind, is_sharded):
+    ids, whole = Tensor(batch(kind, 2)["input_ids"]), build(kind)
+    expected = whole.generate(input_ids=ids, max_new_tokens=3).asnumpy()
+    dp.init_device_mesh({"dp": group.world_size})
+    model = (dp.fully_shard if is_sharded else dp.parallelize)(build(kind), param_dtype="float16")
+    with dp.gathered(model):
+        np.testing.assert_array_equal(model.generate(input_ids=ids, max_new_tokens=3).asnumpy(), expected)
+        folder = shared_tmp_path / str(group.rank)
+        model.save_pretrained(str(folder))
+    saved = {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+    assert saved
+    assert all(x.dtype == np.float32 for x in saved.values())

@@ -41,6 +41,26 @@ def test_a_device_trains_what_one_process_trains(group, kind, options):
     assert_trains_the_same(model, kind, step)
 
 
+def test_weights_with_as_many_rows_as_ranks_are_copied_out_of_the_gathered_memory(group):
+    """Their slices of the gathered rows could be views, which begin within it and would keep it."""
+    model = dp.fully_shard(build("roberta", type_vocab_size=group.world_size))
+    for unit in model.parallel.units.by_name.values():
+        for weight in unit.gather():
+            assert weight.is_contiguous()
+            assert not weight.storage_offset()
+
+
+def test_a_unit_without_shards_begins_no_gather(group, monkeypatch):
+    """On a device the group of one rank has an exchange for devices, too."""
+    model = dp.parallelize(Products(), dp.init_device_mesh({"dp": group.world_size}), param_dtype="bfloat16")
+    units = model.mixed_precision.units
+    exchange = DeviceExchange(group, [], "bfloat16", group._transport.channel)
+    for unit in units.by_name.values():
+        unit.exchange = exchange
+    train_products(group, model)
+    assert exchange._begun is None
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("recompute", [False, True])
 def test_each_layer_is_gathered_while_the_one_before_computes(group, monkeypatch, counts, recompute):
@@ -50,9 +70,9 @@ def test_each_layer_is_gathered_while_the_one_before_computes(group, monkeypatch
     early = []
     gather = DeviceExchange.gather
 
-    def noted(self):
+    def noted(self, *args):
         early.append(self._begun is not None)
-        return gather(self)
+        return gather(self, *args)
 
     monkeypatch.setattr(DeviceExchange, "gather", noted)
     train(model, "llama", pieces_of(group), num_updates=2)
@@ -121,7 +141,10 @@ def test_bfloat16_is_gathered_and_computed_in_and_masters_and_gradients_are_floa
     assert 1e-4 < relative_difference(found, expected, begin) < 0.02
     assert model.parallel.assert_in_sync()
     with dp.gathered(model):
-        assert all(weight.dtype == mindspore.bfloat16 for _, weight in model.named_parameters())
+        # What save_pretrained() would write within it: the masters.
+        for name, weight in model.named_parameters():
+            assert weight.dtype == mindspore.float32
+            np.testing.assert_array_equal(weight.asnumpy(), found[name])
 
 
 @pytest.mark.core
@@ -147,5 +170,7 @@ def test_a_chip_without_bfloat16_is_asked_for_float16(group, monkeypatch, chip, 
     if dtype == "float16":
         assert dp.fully_shard(Products(), param_dtype=dtype).mixed_precision.dtype == "float16"
         return
-    with pytest.raises(ValueError, match="has no bfloat16; load the model in float32 or float16"):
-        dp.fully_shard(Products(), param_dtype=dtype)
+    for shard in (dp.fully_shard, dp.parallelize):
+        dp.init_device_mesh({"dp": group.world_size})
+        with pytest.raises(ValueError, match='chip has no bfloat16; use param_dtype="float16", or fp16=True'):
+            shard(Products(), param_dtype=dtype)

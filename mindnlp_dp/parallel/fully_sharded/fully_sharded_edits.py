@@ -86,6 +86,14 @@ def fully_sharded_edits(
 
 def _guards(index: ModelIndex, units: Units) -> list[Edit]:
     """Return the edits with which a module raises an error where its shards would be used as if they were weights."""
+    if not any(weight.is_sharded for unit in units.by_name.values() for weight in unit.weights):
+        generating = [(name, module) for name, module in index.unique() if hasattr(module, "generate")]
+        return [
+            Edit(
+                (name,), attributes={"generate": functools.partial(_in_float32, units, module.generate)}, is_shown=False
+            )
+            for name, module in generating
+        ]
     units_of: dict[int, list[Unit]] = {}
     for unit in units.by_name.values():
         sharded = [weight for weight in unit.weights if weight.is_sharded]
@@ -128,6 +136,12 @@ def _call_in_full(
     return method(*args, **kwargs)
 
 
+def _in_float32(units: Units, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method that may run parts of the model, whose inputs nothing casts, with the weights in float32."""
+    with units.held():
+        return method(*args, **kwargs)
+
+
 def _refuse(units: Units, needed: Sequence[Unit], what: str, *_: Any, **__: Any) -> None:
     raise RuntimeError(
         f"{what} would change weights of which rank {units.group.label()} has shards; call it before fully_shard(), or "
@@ -149,9 +163,11 @@ def check_units(model: Any, placements: Placements) -> None:
         if dtype_name(parameter) != "float32":
             raise ValueError(
                 f"{name!r} is of type {dtype_name(parameter)}, and a fully sharded model, or one with param_dtype, has "
-                "weights of type float32; load it with ms_dtype=mindspore.float32, or use zero_stage=2"
+                "weights of type float32; load it with ms_dtype=mindspore.float32, or leave out zero_stage=3, "
+                "param_dtype, bf16 and fp16"
             )
-    for setting in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+    settings = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop") if mesh.sizes["fsdp"] > 1 else ()
+    for setting in settings:
         if getattr(config, setting, 0):
             raise ValueError(
                 f"{setting}={getattr(config, setting)} leaves out layers on some ranks, for whose weights the others "

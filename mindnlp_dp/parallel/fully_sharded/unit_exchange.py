@@ -67,8 +67,8 @@ class UnitExchange(abc.ABC):
         self._bounds = [shard_bounds(math.prod(w.shape), group.world_size) for w in weights]
 
     @abc.abstractmethod
-    def gather(self) -> list[Tensor]:
-        """Return all weights in full. A collective."""
+    def gather(self, dtype: str = "") -> list[Tensor]:
+        """Return all weights in full, in another type if ``dtype`` says so. A collective."""
 
     @abc.abstractmethod
     def reduce(self, places: Sequence[int], gradients: Sequence[Optional[Tensor]], loss_weight: float) -> list[Tensor]:
@@ -87,20 +87,20 @@ class UnitExchange(abc.ABC):
 class HostExchange(UnitExchange):
     """Exchanges NumPy arrays; the bits do not depend on when ranks arrive."""
 
-    def gather(self) -> list[Tensor]:
-        dtype = np.dtype(self.dtype)
+    def gather(self, dtype: str = "") -> list[Tensor]:
+        numpy_dtype = np.dtype(dtype or self.dtype)
         mine = [read(weight.checked()) for weight in self.weights]
-        row = np.zeros(max(self._counts(self._bounds)), dtype)
+        row = np.zeros(max(self._counts(self._bounds)), numpy_dtype)
         np.concatenate(mine, out=row[: sum(map(len, mine))], casting="same_kind")
         rows = self.group.all_gather(row, every_step=True)
         begins, found = [0] * len(rows), []
         for weight, bounds in zip(self.weights, self._bounds):
-            full = new_array(weight.shape, dtype)
+            full = new_array(weight.shape, numpy_dtype)
             flat = full.reshape(-1)
             for rank, (begin, end) in enumerate(zip(bounds, bounds[1:])):
                 flat[begin:end] = rows[rank][begins[rank] : begins[rank] + end - begin]
                 begins[rank] += end - begin
-            found.append(from_host(full, self.dtype))
+            found.append(from_host(full, dtype or self.dtype))
         return found
 
     def _counts(self, bounds: Sequence[Sequence[int]]) -> list[int]:
@@ -144,22 +144,28 @@ class DeviceExchange(UnitExchange):
     ) -> None:
         super().__init__(group, weights, dtype)
         self._channel = channel
-        self._wire = getattr(mindspore, dtype if channel.reduces_natively(dtype) else "float32")
         self._lengths = [max(end - begin for begin, end in zip(b, b[1:])) for b in self._bounds]
         self._begun: Optional[tuple[Any, Any]] = None
 
     def begin_gather(self) -> None:
-        if self._begun is None:
-            mine = [self._padded(w.checked(), length) for w, length in zip(self.weights, self._lengths)]
-            self._begun = self._channel.all_gather_flat_async(_joined(mine).astype(self._wire))
+        if self.weights and self._begun is None:
+            self._begun = self._begin(self.dtype)
+
+    def _begin(self, dtype: str) -> tuple[Any, Any]:
+        mine = [self._padded(w.checked(), length) for w, length in zip(self.weights, self._lengths)]
+        wire = dtype if self._channel.reduces_natively(dtype) else "float32"
+        return self._channel.all_gather_flat_async(_joined(mine).astype(getattr(mindspore, wire)))
 
     def cancel_gather(self) -> None:
-        self._begun = None
+        begun, self._begun = self._begun, None
+        # The device may still write to its memory.
+        if begun is not None and begun[1] is not None:
+            begun[1].wait()
 
-    def gather(self) -> list[Tensor]:
-        self.begin_gather()
-        assert self._begun is not None
-        (flat, handle), self._begun = self._begun, None
+    def gather(self, dtype: str = "") -> list[Tensor]:
+        if dtype not in ("", self.dtype):
+            self.cancel_gather()
+        (flat, handle), self._begun = self._begun or self._begin(dtype or self.dtype), None
         if handle is not None:
             handle.wait()
         rows, begin, found = flat.reshape(self.group.world_size, -1), 0, []
@@ -168,7 +174,9 @@ class DeviceExchange(UnitExchange):
             if length * len(rows) != math.prod(weight.shape):
                 sizes = [end - first for first, end in zip(bounds, bounds[1:])]
                 columns = _joined([columns[rank, :size] for rank, size in enumerate(sizes)])
-            found.append(columns.reshape(weight.shape).astype(getattr(mindspore, self.dtype)))
+            # A copy: a view would keep the memory of all weights, and begin within it.
+            full = columns.contiguous().reshape(weight.shape)
+            found.append(full.astype(getattr(mindspore, dtype or self.dtype)))
             begin += length
         return found
 
@@ -206,18 +214,12 @@ class DeviceExchange(UnitExchange):
 
 
 class UnitExchanges:
-    """Makes the exchanges of a model's units. The constructor is a collective.
-
-    Raises:
-        ValueError: the chip does not have the type.
-    """
+    """Makes the exchanges of a model's units. The constructor is a collective."""
 
     def __init__(self, group: ProcessGroup, dtype: str) -> None:
         self._group, self._dtype = group, dtype
         channel = open_gradient_channel(group) if group.on_device else None
         self._channel = channel if isinstance(channel, MindSporeChannel) else None
-        if self._channel is not None:
-            self._channel.check_types([dtype], None)
 
     def of_unit(self, weights: Sequence[UnitWeight]) -> UnitExchange:
         if self._channel is not None:

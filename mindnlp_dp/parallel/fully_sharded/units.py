@@ -26,6 +26,7 @@ from mindnlp_dp.parallel.mixed_precision import MixedPrecision
 from mindnlp_dp.parallel.row_loss_weights import RowLossWeights
 from mindnlp_dp.runtime.computing_type import computing_in
 from mindnlp_dp.runtime.pynative_executor import pynative_executor, recording
+from mindnlp_dp.runtime.recompute import is_recomputing
 
 
 class Units:
@@ -42,6 +43,8 @@ class Units:
     ) -> None:
         self.loss_weights, self.group, self.keeps_gathered = weights, weights.group, keeps_gathered
         self.precision = precision
+        if precision is not None:
+            precision.units = self
         self.exchanges = UnitExchanges(weights.group, "float32" if precision is None else precision.dtype)
         self.by_name: dict[str, Unit] = {}
         self.is_held = False
@@ -78,13 +81,14 @@ class Units:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Gather all weights for this block, in which the model is like one that is not sharded. A collective."""
+        """Gather all weights for this block, in which the model is like one in float32 on one rank. A collective."""
         if self.is_held:
             yield
             return
+        self.end_passes()
         with contextlib.ExitStack() as stack:
             for unit in self.by_name.values():
-                stack.enter_context(unit.installed(unit.gather()))
+                stack.enter_context(unit.installed(unit.gather(in_float32=True)))
             self.is_held = True
             try:
                 yield
@@ -108,11 +112,11 @@ class Unit:
         """Run the module's own forward pass with gathered weights."""
         if self.units.is_held:
             return stock(*args, **kwargs)
-        is_recorded = pynative_executor.grad_flag()
+        is_recorded, is_again = pynative_executor.grad_flag(), is_recomputing()
         if not self.name:
-            self.units.cancel_gathers()
-        # A layer that runs after the model's forward pass is recomputed.
-        is_again = bool(self.name) and not self.units.by_name[""].is_in_full
+            self.units.end_passes()
+        elif is_recorded and not is_again:
+            self._check_is_within_model()
         full = self._gather_with_gradients() if is_recorded else self.gather()
         self.is_gathered_again |= is_again
         self.units.begin_next(self, is_backward=is_again)
@@ -121,14 +125,23 @@ class Unit:
         with self.installed(full), contextlib.nullcontext() if keeps else self._handles(full):
             return self._in_low_precision(stock, args, kwargs)
 
+    def _check_is_within_model(self) -> None:
+        """Raise RuntimeError where the gradient would be divided by a scale that it was not multiplied by."""
+        precision = self.units.precision
+        if precision is not None and precision.scale != 1 and not self.units.by_name[""].is_in_full:
+            raise RuntimeError(
+                f"{self.name} is called outside of the forward pass of its model on rank {self.units.group.label()}, "
+                'and param_dtype="float16" scales the gradient where it enters the model; call the model, and compute '
+                "the loss from its outputs"
+            )
+
     def _in_low_precision(self, stock: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a forward method; the model's own gets its inputs in its type, and returns float32."""
         precision = self.units.precision
         if precision is None or self.name:
             return stock(*args, **kwargs)
-        labels = {"labels": kwargs["labels"]} if "labels" in kwargs else {}
         with computing_in(getattr(mindspore, precision.dtype)):
-            return precision.uncast(stock(*precision.cast(args), **{**precision.cast(kwargs), **labels}))
+            return precision.uncast(stock(*precision.cast(args), **precision.cast(kwargs)))
 
     @contextlib.contextmanager
     def installed(self, full: Sequence[Any]) -> Iterator[None]:
@@ -152,15 +165,18 @@ class Unit:
 
     # The collectives.
 
-    def gather(self) -> list[Tensor]:
-        """Return all weights of the unit in full, in the type in which it computes. A collective."""
+    def gather(self, *, in_float32: bool = False) -> list[Tensor]:
+        """Return all weights of the unit in full, in the type in which it computes, or in float32. A collective."""
+        precision = None if in_float32 else self.units.precision
         with recording(False):
-            sharded = iter(self.exchange.gather() if self.exchange.weights else ())
-            precision = self.units.precision
-            return [
-                next(sharded) if weight.is_sharded or precision is None else precision.cast(weight.checked())
-                for weight in self.weights
-            ]
+            sharded = iter(self.exchange.gather("float32" if in_float32 else "") if self.exchange.weights else ())
+            found = []
+            for weight in self.weights:
+                if weight.is_sharded:
+                    found.append(next(sharded))
+                else:
+                    found.append(weight.own if precision is None else precision.lowered(weight.checked()))
+            return found
 
     def reduce(self, trained: Sequence[int], gradients: Sequence[Optional[Tensor]]) -> list[Optional[Tensor]]:
         """Return the gradients of this rank's parameters: sums of all ranks' of shards, its own of others."""
@@ -259,6 +275,7 @@ def _unpacked(kept: Any) -> Any:
     full = kept.unit.again(kept.number)
     if kept.shape == tuple(full.shape) and kept.strides == tuple(full.stride()) and not kept.offset:
         return full
+    # The offset of a handle is within the weight, which is contiguous and begins its memory.
     return mindspore.ops.as_strided(full, kept.shape, kept.strides, kept.offset)
 
 

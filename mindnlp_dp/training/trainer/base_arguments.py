@@ -248,7 +248,7 @@ class DataParallelArgumentsBase(TrainingArguments):
             raise ValueError("sharded_checkpoints needs one folder for all hosts; save_on_each_node has one for each")
         check_zero_stage(self.zero_stage)
         check_dropout(self.dropout)
-        check_param_dtype(self.param_dtype, self.process_group)
+        check_param_dtype(self.param_dtype)
         if self.auto_find_batch_size and self.world_size > 1:
             raise ValueError(
                 "auto_find_batch_size with several ranks: each would find its own batch size; "

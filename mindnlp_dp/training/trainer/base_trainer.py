@@ -34,10 +34,10 @@ from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 from mindnlp_dp.kernels.dispatch import medium_precision
 from mindnlp_dp.parallel.distributed_model import DistributedModel, distributed_model_of, replicated_model_on_all_ranks
 from mindnlp_dp.parallel.mixed_precision import mixed_precision_of
+from mindnlp_dp.runtime.devices import is_on_cpu
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.random_state import restored_generators
 from mindnlp_dp.training.trainer.base_arguments import DataParallelArgumentsBase
-from mindnlp_dp.training.trainer.best_model import load_run
 from mindnlp_dp.training.trainer.callbacks import AFTER_OPTIMIZER, call_optimizer_event, load_callback_states
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
 from mindnlp_dp.training.trainer.mindnlp_trainer import (
@@ -47,7 +47,7 @@ from mindnlp_dp.training.trainer.mindnlp_trainer import (
     TrainerCallback,
     TrainingArguments,
 )
-from mindnlp_dp.training.trainer.resuming import save_module, save_parts
+from mindnlp_dp.training.trainer.resuming import load_run, save_module, save_parts
 from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
 from mindnlp_dp.training.trainer.training_loop import TrainingLoop
@@ -131,7 +131,10 @@ class DataParallelTrainerBase(TrainerInterface):
         casts = bool(args.param_dtype) and known is None
         is_sharded = getattr(model, "parallel", None) is not None
         if is_sharded and casts:
-            raise ValueError("param_dtype with a model that is sharded already: give it to fully_shard(param_dtype=)")
+            raise ValueError(
+                "param_dtype (on a device also bf16=True and fp16=True) with a model that is sharded already: give it "
+                "to fully_shard(param_dtype=); with tp, pp and ep it is not supported, so leave it out"
+            )
         if is_sharded or not (casts or (is_stage_3 and self.world.world_size > 1)):
             return
         if getattr(self, "model_init", None) is not None:
@@ -318,7 +321,7 @@ class DataParallelTrainerBase(TrainerInterface):
         # The loop drops it when it is restored.
         del checkpoint
         # On a device, it is the type of the model's weights while they compute.
-        with medium_precision(self.args.bf16 and not self.world.on_device), restored_generators():
+        with medium_precision(self.args.bf16 and is_on_cpu()), restored_generators():
             return self.training_loop.run()
 
     def _training_loader(self, dataset: Any) -> Any:
@@ -441,7 +444,7 @@ class DataParallelTrainerBase(TrainerInterface):
         ``compute_metrics`` is called on rank 0 only; its result, or its error, is sent to the other ranks.
         """
         loader = self.open_evaluation_data(dataset, is_prediction=description == "Prediction")
-        with medium_precision(self.args.bf16):
+        with medium_precision(self.args.bf16 and is_on_cpu()):
             return run_evaluation(self, loader, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     # Checkpoints.

@@ -13,18 +13,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES, hashes_of_weights
-from mindnlp_dp.parallel.distributed_model import load_checkpoint
 from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
-def load_run(trainer: TrainerInterface, path: Path) -> dict[str, Any]:
-    """Load a checkpoint's weights into the model, and return the state of its run. A collective."""
-    saved = load_checkpoint(path, trainer.distributed_model)
-    _find_best_model(trainer, path, saved)
-    return saved
-
-
-def _find_best_model(trainer: TrainerInterface, path: Path, saved: dict[str, Any]) -> None:
+def find_best_model(trainer: TrainerInterface, path: Path, saved: dict[str, Any]) -> None:
     """Set the path of the best checkpoint, or forget it if it is not there any more, with a warning. A collective."""
     state = saved["trainer_state"]
     recorded, value = state["best_model_checkpoint"], state["best_metric"]

@@ -1,4 +1,7 @@
-"""This module writes what the Trainer saves, and opens the data where a resumed run continues."""
+"""Loads the checkpoint from which the Trainer resumes a run, opens its data where it continues, and writes checkpoints.
+
+Which checkpoint that is, checkpoint/directory.py chooses.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,22 @@ from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoi
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
 from mindnlp_dp.checkpoint.writer import write_weights
 from mindnlp_dp.data.dataset_adapter import is_batched_pipeline
+from mindnlp_dp.parallel.distributed_model import load_checkpoint
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.job_context import max_world_size
 from mindnlp_dp.training.run_state import check_same_data
 from mindnlp_dp.training.trainer.batch_scaling import ElasticBatchSchedule, batch_of
-from mindnlp_dp.training.trainer.best_model import record_best_model
+from mindnlp_dp.training.trainer.best_model import find_best_model, record_best_model
 from mindnlp_dp.training.trainer.mindnlp_trainer import TRAINER_STATE_NAME
 from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
+
+
+def load_run(trainer: TrainerInterface, path: Path) -> dict[str, Any]:
+    """Load a checkpoint's weights into the model, and return the state of its run. A collective."""
+    saved = load_checkpoint(path, trainer.distributed_model)
+    find_best_model(trainer, path, saved)
+    return saved
 
 
 def make_epoch_loader(trainer: TrainerInterface, saved: Optional[dict[str, Any]]) -> tuple[Any, ElasticBatchSchedule]:

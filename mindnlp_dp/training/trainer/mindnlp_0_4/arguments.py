@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, Optional, Union
 
+from mindnlp_dp.runtime.devices import is_on_cpu
 from mindnlp_dp.training.trainer.base_arguments import DataParallelArgumentsBase, upgrade
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
@@ -79,7 +80,7 @@ class DataParallelArguments(DataParallelArgumentsBase):
                 "or set fp16_full_eval"
             )
         wanted = "bfloat16" if self.bf16 else "float16" if self.fp16 else None
-        if self.process_group.on_device:
+        if not is_on_cpu():
             self.param_dtype = self.param_dtype or wanted
         elif self.fp16 and self.param_dtype is None:
             warnings.warn(
