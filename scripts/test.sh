@@ -219,7 +219,7 @@ else
   # and models; and a training that must equal that of one process.
   over_transport=(@collectives.py @types.py @gradient_sync.py @overlap.py @overlap_failures.py @powersgd.py
     @replicas.py @buffers.py @equivalence.py @trainer.py @evaluation.py @parallel_operators.py @functional.py
-    @device_calls.py @device_update.py @resharding.py @timeline.py @language_models.py "$updates" "$sharded[gpt2-tp=2]"
+    @device_calls.py @device_update.py @fully_sharded_device.py @resharding.py @timeline.py @language_models.py "$updates" "$sharded[gpt2-tp=2]"
     @model_parallel.py::test_invalid_device_meshes_are_refused
     @model_parallel.py::test_parallelize_refuses_stages_and_experts_that_do_not_fit)
   # With four ranks: what depends on their number, such as sums, shards, and groups of some of the ranks; two hosts with
@@ -231,7 +231,7 @@ else
     @zero.py::test_zero_matches_one_rank_without_shared_memory_on_two_hosts
     @batch_across_ranks.py::test_in_batch_negatives_of_all_ranks_equal_one_process
     @batch_across_ranks.py::test_sync_batchnorm_of_mindspore_cells_handles_uneven_rows
-    @fully_sharded.py::test_replicas_of_shards
+    @fully_sharded.py::test_replicas_of_shards @fully_sharded.py::test_shards_of_weights_with_shards_of_rows
     @fully_sharded.py::test_one_micro_batch_per_update_gives_the_bits_of_stage_0)
   # Models on meshes of four.
   meshes=(@model_parallel.py @stage_meshes.py @language_models.py @batch_scaling.py
@@ -249,7 +249,7 @@ else
     parallel "meshes" mpi 8 @model_parallel.py
   else
     parallel "its transport, core" msrun 2 "${smoke[@]}" @types.py @trainer.py @functional.py @device_update.py \
-      "${adamw[@]}" "${pipelines[@]}" -m "$core"
+      @fully_sharded_device.py "${adamw[@]}" "${pipelines[@]}" -m "$core"
     parallel "pipelines" msrun 4 "$schedules[acknowledged-pp=2,tp=2-1f1b]" \
       "$schedules[acknowledged-pp=2,dp=2|1,tp=1|2-eager-1f1b]"
     parallel "meshes, core" mpi 4 "${meshes[@]}" -m "$core"
