@@ -592,9 +592,12 @@ def test_uses_of_float16_whose_gradients_would_not_be_scaled_are_refused(group):
     with pytest.raises(TypeError, match="the model returns a Wrapped, in which its tensors cannot be found"):
         model(x)
     model = dp.parallelize(Returns(Named), param_dtype="float16")
-    weights = tuple(model.layers[0].parameters())
+    weights = list(model.parameters())
+    step = dp.make_train_step(
+        lambda x: model.layers[0](x).sum(), optim.SGD(weights, lr=0.1), weights, model=model, loss_weight_of=len
+    )
     with pytest.raises(RuntimeError, match="layers.0 is called outside of the forward pass of its model"):
-        mindspore.value_and_grad(lambda x: model.layers[0](x).sum(), None, weights)(x)
+        step(x)
     with pytest.raises(ValueError, match="cannot be recomputed: .* casts its weights"):
         dp.enable_recompute(dp.parallelize(build("llama"), param_dtype="float16"), "self_attn")
     late = get_peft_model(
