@@ -148,7 +148,7 @@ def mixed_precision_of(model: Any) -> Optional[MixedPrecision]:
     """Return how a model, or a model within it, computes in a 16-bit type; None if it does not.
 
     Raises:
-        ValueError: several models in it have scales of their own.
+        ValueError: several models in it have a ``param_dtype``.
     """
     modules = model.modules() if hasattr(model, "modules") else [model]
     found = {id(p): p for m in modules if isinstance(p := getattr(m, "mixed_precision", None), MixedPrecision)}

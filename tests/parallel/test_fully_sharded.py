@@ -518,7 +518,7 @@ def test_the_trainer_computes_in_param_dtype_and_resumes_with_the_same_digest(gr
     assert run("run", resume=True, **settings) == expected
 
 
-def test_param_dtypes_that_cannot_be_computed_in_are_refused(group):
+def test_unsupported_param_dtypes_are_refused(group):
     with pytest.raises(
         ValueError, match="param_dtype must be 'bfloat16' or 'float16', or None for float32; got 'fp16'"
     ):

@@ -52,9 +52,20 @@ def test_weights_with_as_many_rows_as_ranks_are_copied_out_of_the_gathered_memor
             assert not weight.storage_offset()
 
 
+def test_a_gather_that_began_before_weights_were_loaded_is_not_used(group):
+    """A forward pass that leaves out a layer has begun its gather."""
+    model, other = dp.fully_shard(build("llama")), build("llama", seed=4)
+    unit = model.parallel.units.by_name["model.layers.1"]
+    unit.exchange.begin_gather()
+    arrays = dict(other.named_parameters())
+    model.parallel.scatter(lambda placement: arrays[placement.name].asnumpy(), names=[w.name for w in unit.weights])
+    for weight, full in zip(unit.weights, unit.gather()):
+        np.testing.assert_array_equal(full.asnumpy(), arrays[weight.name].asnumpy())
+
+
 @needs_products
 def test_a_unit_without_shards_begins_no_gather(group, monkeypatch):
-    """On a device the group of one rank has an exchange for devices, too."""
+    """Check a group of one rank, which has an exchange for devices on a device, too."""
     model = dp.parallelize(Products(), dp.init_device_mesh({"dp": group.world_size}), param_dtype="bfloat16")
     units = model.mixed_precision.units
     exchange = DeviceExchange(group, [], "bfloat16", group._transport.channel)

@@ -47,12 +47,17 @@ class Units:
             precision.units = self
         self.exchanges = UnitExchanges(weights.group, "float32" if precision is None else precision.dtype)
         self.by_name: dict[str, Unit] = {}
+        # Without the root unit, in the order of the model.
+        self._layers: list[Unit] = []
         self.is_held = False
         self._current: Optional[Unit] = None
 
     def add(self, name: str, weights: Sequence[UnitWeight]) -> Unit:
-        self.by_name[name] = Unit(self, name, weights)
-        return self.by_name[name]
+        # The root unit is before the first layer.
+        unit = self.by_name[name] = Unit(self, name, weights, number=len(self._layers) if name else -1)
+        if name:
+            self._layers.append(unit)
+        return unit
 
     def enter_backward(self, unit: Optional[Unit]) -> None:
         """Release the weights that another unit has gathered for its backward pass, which is over."""
@@ -67,12 +72,11 @@ class Units:
 
     def begin_next(self, unit: Unit, *, is_backward: bool) -> None:
         """Begin to gather the weights of the layer that follows, while this one computes."""
-        layers = [layer for layer in self.by_name.values() if layer.name]
-        number = layers.index(unit) + (-1 if is_backward else 1) if unit.name else 0
+        number = unit.number + (-1 if is_backward else 1)
         # Which layers a backward pass needs is known from the one before.
-        if 0 <= number < len(layers) and (layers[number].is_gathered_again or not is_backward):
+        if 0 <= number < len(self._layers) and (self._layers[number].is_gathered_again or not is_backward):
             with recording(False):
-                layers[number].exchange.begin_gather()
+                self._layers[number].exchange.begin_gather()
 
     def cancel_gathers(self) -> None:
         """Forget gathers that no layer has used, because it was left out."""
@@ -99,8 +103,8 @@ class Units:
 class Unit:
     """A module whose weights are gathered for its forward pass, and again for its backward pass."""
 
-    def __init__(self, units: Units, name: str, weights: Sequence[UnitWeight]) -> None:
-        self.units, self.name, self.weights = units, name, weights
+    def __init__(self, units: Units, name: str, weights: Sequence[UnitWeight], number: int) -> None:
+        self.units, self.name, self.weights, self.number = units, name, weights, number
         self.exchange = units.exchanges.of_unit([weight for weight in weights if weight.is_sharded])
         # Whether the modules have full weights.
         self.is_in_full = False
