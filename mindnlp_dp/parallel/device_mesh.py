@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from mindnlp_dp.communication.default_group import get_process_group, set_data_group
@@ -42,6 +42,9 @@ _BY_STAGE = ("dp", "tp")
 
 # The axes of the ranks that together work on a micro-batch.
 _OF_MODEL = ("pp", "ep", "fsdp", "sp", "dp_in_stage", "tp")
+
+# The axes of the ranks that have the same part of the model, except experts and shards.
+_OF_SAMPLES = ("dp", "ep", "fsdp", "sp", "dp_in_stage")
 
 # The operations that an axis needs and that not every library has.
 _NEEDS = {"pp": Operation.MESSAGES, "ep": Operation.ALL_TO_ALL, "sp": Operation.ALL_TO_ALL}
@@ -63,8 +66,6 @@ class DeviceMesh:
             split the samples: ``dp x ep x fsdp``.
         grad_sync_group: group of the same ranks and those that split the samples of a micro-batch, or their rows:
             ``dp x ep x fsdp x sp x dp_in_stage``.
-        expert_dp_group: group of the ranks with the same weights, experts and shards included: ``dp x sp x
-            dp_in_stage``.
         model_parallel_group: group of the ranks that together work on a micro-batch with the full model:
             ``pp x ep x fsdp x sp x dp_in_stage x tp``.
     """
@@ -87,8 +88,10 @@ class DeviceMesh:
         for axis in (*AXES, "dp_in_stage"):
             self._make_group((axis,))
         self.dp_group = self._make_group(("dp", "ep", "fsdp"))
-        self.grad_sync_group = self._make_group(("dp", "ep", "fsdp", "sp", "dp_in_stage"))
-        self.expert_dp_group = self._make_group(("dp", "sp", "dp_in_stage"))
+        self._make_group(("ep", "fsdp"))
+        for summed_over in ((), ("ep",), ("fsdp",), ("ep", "fsdp")):
+            self._make_group(_others(summed_over))
+        self.grad_sync_group = self.grad_sync_group_of(())
         self.model_parallel_group = self._make_group(_OF_MODEL)
 
     def _of(self, stage: int, axis: str) -> int:
@@ -122,6 +125,13 @@ class DeviceMesh:
         With "pp" but without "dp_in_stage" and "tp", these are the ranks with the same rank_in_stage in every stage.
         """
         return self._groups[self._ranks(axes)]
+
+    def grad_sync_group_of(self, summed_over: Sequence[str]) -> ProcessGroup:
+        """Return the group that averages gradients which the backward pass has summed over some axes.
+
+        It is that of the ranks with the same weights: those of experts are summed over "ep", shards over "fsdp".
+        """
+        return self.group(*_others(summed_over))
 
     def row(self, stage: int) -> list[int]:
         """Return the ranks within ``model_parallel_group`` that are in a stage, ordered by rank_in_stage."""
@@ -188,6 +198,10 @@ class DeviceMesh:
     @property
     def is_last_stage(self) -> bool:
         return self.index("pp") == self.sizes["pp"] - 1
+
+
+def _others(axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in _OF_SAMPLES if axis not in axes)
 
 
 def init_device_mesh(sizes: Mapping[str, Size], group: Optional[ProcessGroup] = None) -> DeviceMesh:

@@ -37,7 +37,8 @@ def fully_shard(
 
     Args:
         model: a MindNLP model, the same on every rank. Make its optimizer after this call.
-        mesh: a mesh with the axis "fsdp", and "dp" for replicas of the shards; by default all ranks are on "fsdp".
+        mesh: a mesh with the axis "fsdp", "dp" for replicas of the shards, and "tp", "ep" or "sp", whose parts of
+            weights are sharded again; by default all ranks are on "fsdp".
         units: the modules that gather their weights together: the layers, as in :func:`~mindnlp_dp.enable_recompute`.
         keep_gathered: layers keep their weights until their backward pass: one gather less, and the memory of all.
         param_dtype: "bfloat16", on devices, or "float16": the type in which weights are gathered, and in which the
@@ -59,7 +60,8 @@ def fully_shard(
 def gathered(model: Any) -> contextlib.AbstractContextManager[None]:
     """Return a context in which every rank has all weights of a fully sharded model in full. A collective.
 
-    Within it ``generate()`` and ``save_pretrained()`` work as for any model; changes of weights are lost after it.
+    Within it ``generate()`` and ``save_pretrained()`` work as for any model; changes of weights are lost after it. With
+    "tp" or "ep" a rank has its part of the weights in full, and ``save_pretrained()`` is an error.
     """
     units = getattr(getattr(model, "parallel", None), "units", None)
     return contextlib.nullcontext() if units is None else units.held()

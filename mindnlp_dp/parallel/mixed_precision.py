@@ -68,8 +68,7 @@ class MixedPrecision:
 
     def __init__(self, dtype: str, model: Any) -> None:
         self.dtype, self._model = dtype, model
-        self.scale = _MOST if dtype == "float16" else 1.0
-        self._num_finite = 0
+        self.scale, self._num_finite = self._begin()
         # The units that cast the model's weights, which set this.
         self.units: Any = None
 
@@ -91,8 +90,11 @@ class MixedPrecision:
         return {"scale": self.scale, "num_finite": self._num_finite}
 
     def load_state(self, saved: Optional[Mapping[str, Any]]) -> None:
-        if saved is not None:
-            self.scale, self._num_finite = saved["scale"], saved["num_finite"]
+        """Continue from the state of a run; None is a new run, which begins with the largest scale."""
+        self.scale, self._num_finite = (saved["scale"], saved["num_finite"]) if saved else self._begin()
+
+    def _begin(self) -> tuple[float, int]:
+        return (_MOST if self.dtype == "float16" else 1.0), 0
 
     def lowered(self, x: Any) -> Any:
         """Return a tensor in this type."""

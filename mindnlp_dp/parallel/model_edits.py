@@ -58,6 +58,7 @@ class Edit:
         paths: the names at which the module is changed; ``""`` is the model itself.
         module: the new module, or a function that makes it from the old one; None keeps the module.
         forward: a function that makes the new forward method from the old one; None keeps it.
+        methods: functions that make other methods anew from the old ones, by name.
         attributes: new values of attributes of the module.
         placements: for the names of weights, the changes of their :class:`~.placement.Placement`.
         is_shown: whether ``print`` shows it.
@@ -66,6 +67,7 @@ class Edit:
     paths: tuple[str, ...]
     module: Any = None
     forward: Optional[Callable[[Any], Any]] = None
+    methods: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     placements: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_shown: bool = True
@@ -73,16 +75,18 @@ class Edit:
     def apply(self, model: Any, placements: Placements) -> None:
         for name, changes in self.placements.items():
             placements.change([name], **changes)
-        module = _module_at(model, self.paths[0])
+        module = module_at(model, self.paths[0])
         for name, value in self.attributes.items():
             setattr(module, name, value)
+        for name, make in self.methods.items():
+            setattr(module, name, make(getattr(module, name)))
         if self.forward is not None:
             module.forward = self.forward(module.forward)
         if self.module is not None:
             new = self.module if isinstance(self.module, nn.Module) else self.module(module)
             for path in self.paths:
                 parent, _, name = path.rpartition(".")
-                _module_at(model, parent)._modules[name] = new
+                module_at(model, parent)._modules[name] = new
 
 
 class ModelEdits(list[Edit]):
@@ -136,7 +140,8 @@ def _class_name(made: Any) -> str:
     return made.__name__ if isinstance(made, type) else type(made).__name__
 
 
-def _module_at(model: Any, path: str) -> Any:
+def module_at(model: Any, path: str) -> Any:
+    """Return the module of a model at a path, as it is now."""
     for name in filter(None, path.split(".")):
         model = model._modules[name]
     return model

@@ -126,7 +126,7 @@ def parallelize(
         raise ValueError(f"this {type(model).__name__} is sharded already, as {model.parallel.mesh}")
     check_same_structure(named_weights(model), mesh.world)
     placements = replicate_all(model, mesh)
-    stage_input, row_weights = StageInput(), RowLossWeights(mesh.group("fsdp" if mesh.sizes["fsdp"] > 1 else "ep"))
+    stage_input, row_weights = StageInput(), RowLossWeights(mesh)
     gathering = _units(model, mesh, row_weights, keep_gathered=keep_gathered, param_dtype=param_dtype)
 
     def planned() -> ModelEdits:
@@ -154,7 +154,7 @@ def parallelize(
     files = _open(weights, placements, mesh.world)
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
     originals = {placements[name].name: weight for name, weight in all_names(model).items()}
-    mesh.world.run_on(True, edits.apply, "sharding the model")
+    mesh.world.run_on(True, functools.partial(_apply, edits, model, gathering), "sharding the model")
     is_row = row_weights.group.world_size > 1
     is_fully_sharded = mesh.sizes["fsdp"] > 1
     parallel = ShardedModel(model, placements, row_weights if is_row else None, gathering if is_fully_sharded else None)
@@ -198,23 +198,27 @@ def _units(
     if mesh.sizes["fsdp"] == 1 and param_dtype is None:
         return None
     precision = None if param_dtype is None else MixedPrecision(param_dtype, model)
-    return Units(weights, keeps_gathered=keep_gathered, precision=precision)
+    return Units(mesh.group("fsdp"), weights, keeps_gathered=keep_gathered, precision=precision)
 
 
 def _check_options_of_units(mesh: DeviceMesh, *, check: Any, plan: Any) -> None:
     if check is not None:
         raise ValueError("check is not supported with fsdp and param_dtype; leave it out")
-    if plan is not None and mesh.sizes["sp"] == 1:
+    if plan is not None and not _has_planned_axes(mesh):
         raise ValueError("fsdp and param_dtype are for the layers of any model: leave plan out")
+
+
+def _has_planned_axes(mesh: DeviceMesh) -> bool:
+    return any(mesh.sizes[axis] > 1 for axis in ("ep", "sp", "tp"))
 
 
 def _edits_with_units(
     model: Any, placements: Placements, gathering: Units, units: RecomputeLayers, axes: Callable[[], ModelEdits]
 ) -> ModelEdits:
     """Return the edits of other axes and then of units, which gather before anything of their layer runs."""
-    check_units(model, placements)
-    edits = axes() if placements.mesh.sizes["sp"] > 1 else ModelEdits(ModelIndex(model), placements)
-    edits += fully_sharded_edits(ModelIndex(model), placements, gathering, units)
+    check_units(model, placements, is_cast=gathering.precision is not None)
+    edits = axes() if _has_planned_axes(placements.mesh) else ModelEdits(ModelIndex(model), placements)
+    edits += fully_sharded_edits(ModelIndex(model), edits.placements_after(), gathering, units)
     return edits
 
 
@@ -248,6 +252,12 @@ def _edits_of_axes(
     if mesh.sizes["pp"] > 1 and checked.pipeline is not None:
         edits += pipeline_edits(index, checked.pipeline, placements, stage_input, layers_per_stage or None)
     return edits
+
+
+def _apply(edits: ModelEdits, model: Any, gathering: Optional[Units]) -> None:
+    edits.apply()
+    if gathering is not None:
+        gathering.bind(model)
 
 
 def _open(

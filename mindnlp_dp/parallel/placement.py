@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.named_weights import all_names
 from mindnlp_dp.runtime.sharded_array import FlatLayout, FlatShard, Shard, ShardedArray
 
-# The axes that a weight may be sharded over.
-_OF_SHARDS = ("tp", "fsdp")
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -32,8 +29,8 @@ class Placement:
         name: name in the full model.
         shape: shape of the full array.
         dtype: type of the full array.
-        shard: how it is sharded over ``axis``; None if every rank of the axis has the full array.
-        axis: the axis of the mesh that it is sharded over: "tp" or "fsdp".
+        shard: how it is sharded over "tp"; None if every rank of the axis has the full array.
+        is_fully_sharded: whether each rank of the axis "fsdp" has a flat shard of what "tp" leaves.
         stages: pipeline stages that hold it; two for a tied weight at both ends.
         expert_rank: coordinate on the axis "ep" of the ranks that hold it; None if all do.
         trains: whether it is a trainable parameter, not a buffer or a frozen parameter.
@@ -42,16 +39,20 @@ class Placement:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    shard: Optional[Union[Shard, FlatShard]] = None
-    axis: str = "tp"
+    shard: Optional[Shard] = None
+    is_fully_sharded: bool = False
     stages: tuple[int, ...] = (0,)
     expert_rank: Optional[int] = None
     trains: bool = True
 
     @property
-    def gets_gradients_of_row(self) -> bool:
-        """Return whether its gradient on a rank is already that of all ranks of a row, which have other samples."""
-        return self.expert_rank is not None or self.axis == "fsdp"
+    def is_sharded(self) -> bool:
+        return self.shard is not None or self.is_fully_sharded
+
+    @property
+    def summed_over(self) -> tuple[str, ...]:
+        """The axes over which the backward pass sums its gradient; their ranks have other samples."""
+        return ("ep",) * (self.expert_rank is not None) + ("fsdp",) * self.is_fully_sharded
 
 
 class Placements(Mapping[str, Placement]):
@@ -102,21 +103,31 @@ class Placements(Mapping[str, Placement]):
 
     def part(self, placement: Placement, full: np.ndarray) -> np.ndarray:
         """Return this rank's shard of a full array, or the array itself if it is not sharded."""
-        shard, mesh, axis = placement.shard, self.mesh, placement.axis
-        return full if shard is None else shard.part(full, mesh.index(axis), mesh.sizes[axis])
+        if placement.shard is not None:
+            full = placement.shard.part(full, *self._number_on("tp"))
+        return FlatShard().part(full, *self._number_on("fsdp")) if placement.is_fully_sharded else full
 
     def shape_here(self, placement: Placement) -> tuple[int, ...]:
-        shard, mesh, axis = placement.shard, self.mesh, placement.axis
-        return placement.shape if shard is None else shard.shape(placement.shape, mesh.index(axis), mesh.sizes[axis])
+        shape = self.shape_gathered(placement)
+        return FlatShard().shape(shape, *self._number_on("fsdp")) if placement.is_fully_sharded else shape
+
+    def shape_gathered(self, placement: Placement) -> tuple[int, ...]:
+        """Return the shape that the weight has on this rank while its layer computes."""
+        shape = placement.shape
+        return shape if placement.shard is None else placement.shard.shape(shape, *self._number_on("tp"))
+
+    def _number_on(self, axis: str) -> tuple[int, int]:
+        """Return this rank's number on an axis, and the number of its ranks."""
+        return self.mesh.index(axis), self.mesh.sizes[axis]
 
     def sharded(self, placement: Placement, mine: ShardedArray) -> ShardedArray:
         """Return the full array of which ``mine`` is this rank's shard, or has this rank's pieces of the shard."""
-        shard, shape = placement.shard, placement.shape
-        index, size = self.mesh.index(placement.axis), self.mesh.sizes[placement.axis]
-        if isinstance(shard, FlatShard):
-            return mine.within(FlatLayout(shape), shard.range(shape, index, size).start)
+        shard, shape, (index, size) = placement.shard, placement.shape, self._number_on("tp")
         layout = FlatLayout(shape) if shard is None else FlatLayout(shape, shard, size)
-        return mine.within(layout, layout.offset_of(index))
+        begin = layout.offset_of(index)
+        if placement.is_fully_sharded:
+            begin += FlatShard().range(layout.shape_of(index), *self._number_on("fsdp")).start
+        return mine.within(layout, begin)
 
     def owns(self, placement: Placement) -> bool:
         """Return whether this rank, of the model-parallel ranks with the same data, adds it to a sum over the model."""
@@ -124,7 +135,8 @@ class Placements(Mapping[str, Placement]):
         return (
             here["pp"] == min(placement.stages)
             and here["dp_in_stage"] == here["sp"] == 0
-            and all(here[axis] == 0 or (placement.shard is not None and placement.axis == axis) for axis in _OF_SHARDS)
+            and (placement.shard is not None or here["tp"] == 0)
+            and (placement.is_fully_sharded or here["fsdp"] == 0)
             and (placement.expert_rank is not None or here["ep"] == 0)
         )
 
@@ -141,15 +153,18 @@ class Placements(Mapping[str, Placement]):
         ``mine`` is this rank's shard, None if it has none. ``dtype`` is the type of the array if it is not the
         parameter's; ``group`` is the group of ranks that take part if it is not ``mesh.model_parallel_group``.
         """
-        mesh = self.mesh
         dtype = dtype or placement.dtype
         full = np.zeros(placement.shape, np.float32 if dtype == "bfloat16" else dtype)
         if mine is not None and self.owns(placement):
+            if placement.is_fully_sharded:
+                part = full if placement.shard is None else np.zeros(self.shape_gathered(placement), full.dtype)
+                FlatShard().put(mine, part, *self._number_on("fsdp"))
+                mine = part
             if placement.shard is None:
                 full = mine
             else:
-                placement.shard.put(mine, full, mesh.index(placement.axis), mesh.sizes[placement.axis])
-        return _exact_sum(full, group or mesh.model_parallel_group)
+                placement.shard.put(mine, full, *self._number_on("tp"))
+        return _exact_sum(full, group or self.mesh.model_parallel_group)
 
 
 def _exact_sum(array: np.ndarray, group: ProcessGroup) -> np.ndarray:
@@ -185,7 +200,7 @@ def take_shards(model: Any, placements: Placements) -> None:
             if parameter is None:
                 continue
             placement = placements[f"{name}.{kind}" if name else kind]
-            if placement.shard is not None:
+            if placement.is_sharded:
                 if id(parameter) not in new:
                     # The system allocates no memory for these zeros until they are written.
                     zeros = np.zeros(placements.shape_here(placement), np.float32)

@@ -1,6 +1,7 @@
 """Holds the loss weights of a micro-step on the ranks of a row, whose gradients are summed in the backward pass.
 
-Expert blocks and the units of a fully sharded model read them; the train step sets them.
+Expert blocks and the units of a fully sharded model read them; the train step sets them. A row has the ranks that
+differ in "ep" and "fsdp".
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.parallel.device_mesh import DeviceMesh
+
+Axes = tuple[str, ...]
 
 
 class RowLossWeights:
@@ -18,22 +22,39 @@ class RowLossWeights:
 
     Attributes:
         group: the ranks of the row.
-        own: the weight of this rank.
-        total: sum of the weights over all ranks of the row.
-        share: this rank's fraction of the total.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-        self.own, self.total = 1.0, float(group.world_size)
-        self.share = 1.0 / group.world_size
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group = mesh.group("ep", "fsdp")
+        self._groups: dict[Axes, ProcessGroup] = {axes: mesh.group(*axes) for axes in (("ep",), ("fsdp",))}
+        self._groups["ep", "fsdp"] = self.group
+        self._own = 1.0
+        self._totals = {axes: float(group.world_size) for axes, group in self._groups.items()}
+        self._is_in_step = False
+
+    def total(self, axes: Axes) -> float:
+        """Return the sum of the weights over the ranks that differ in these axes; without axes that of this rank.
+
+        After a micro-step it is still that of the micro-step, whose gradients are added up then.
+        """
+        return self._totals[axes] if axes else self._own
+
+    def share(self, axes: Axes) -> float:
+        """Return this rank's fraction of the total; outside of a micro-step those of all ranks are equal."""
+        if not self._is_in_step:
+            return 1.0 / self._groups[axes].world_size
+        return self._own / self._totals[axes] if self._totals[axes] else 0.0
 
     @contextlib.contextmanager
     def micro_step(self, weight: float) -> Iterator[None]:
         """Set the weight of this rank's loss for the forward and backward pass in this block. A collective."""
-        self.total = float(self.group.all_reduce(np.array([weight]), every_step=True)[0])
-        self.own, self.share = weight, weight / self.total if self.total else 0.0
+        sums: dict[ProcessGroup, float] = {}
+        for group in self._groups.values():
+            if group not in sums:
+                sums[group] = float(group.all_reduce(np.array([weight]), every_step=True)[0])
+        self._own, self._totals = weight, {axes: sums[group] for axes, group in self._groups.items()}
+        self._is_in_step = True
         try:
             yield
         finally:
-            self.own, self.share = 1.0, 1.0 / self.group.world_size
+            self._is_in_step = False

@@ -86,7 +86,7 @@ class ShardedModel(DistributedModel):
     def scope(self, parameters: Sequence[Any]) -> ModelScope:
         placed = [self.placements[p.full_name] for p in parameters]
         counts = [self.placements.owns(placement) for placement in placed]
-        return ModelScope(self.mesh.model_parallel_group, counts, [placement.shard is not None for placement in placed])
+        return ModelScope(self.mesh.model_parallel_group, counts, [placement.is_sharded for placement in placed])
 
     def make_synchronizer(
         self, named: Sequence[tuple[str, Any]], **options: Any
@@ -99,15 +99,22 @@ class ShardedModel(DistributedModel):
         options["overlap"] = False
         if self.units is not None and options.get("compression"):
             raise ValueError(f"compression={options['compression']!r} is not supported with fsdp > 1; leave it out")
-        weights = self._row_weights
-        is_of_row = [self.placements[p.full_name].gets_gradients_of_row for _, p in named]
-        places = [[i for i, of_row in enumerate(is_of_row) if of_row == wanted] for wanted in (False, True)]
-        kinds = (GradientSynchronizer, GradientSynchronizer if self.units is None else WeightedGradientSynchronizer)
+        summed_over = [self.placements[p.full_name].summed_over for _, p in named]
+        kinds = self._kinds()
+        places = [[i for i, mine in enumerate(summed_over) if mine == axes] for axes in kinds]
         synchronizers = [
-            kind([named[place] for place in mine], group, **options)
-            for kind, mine, group in zip(kinds, places, (self.mesh.grad_sync_group, self.mesh.expert_dp_group))
+            # A unit has weighted the gradients that it sums, a block of experts has not.
+            (WeightedGradientSynchronizer if "fsdp" in axes else GradientSynchronizer)(
+                [named[place] for place in mine], self.mesh.grad_sync_group_of(axes), **options
+            )
+            for axes, mine in zip(kinds, places)
         ]
-        return MultiGroupSynchronizer(synchronizers, places, [lambda weight: weight, lambda weight: weights.total])
+        totals = [functools.partial(_total, self._row_weights, axes) for axes in kinds]
+        return MultiGroupSynchronizer(synchronizers, places, totals)
+
+    def _kinds(self) -> list[tuple[str, ...]]:
+        """Return over which axes gradients are summed in the backward pass, the same on every rank; first over none."""
+        return sorted({(), *(placement.summed_over for placement in self.placements.values())})
 
     def resync_tied_weights(self) -> None:
         for tie in self.pipeline.ties if self.pipeline is not None else ():
@@ -181,9 +188,13 @@ class ShardedModel(DistributedModel):
     def _replicas(self) -> list[tuple[Any, list[tuple[str, Any]]]]:
         """Return pairs of a group and the weights that its ranks have in common: experts and shards fewer."""
         own = list(self._own().items())
-        of_row = [(name, w) for name, w in own if self.placements[name].gets_gradients_of_row]
-        others = [(name, w) for name, w in own if not self.placements[name].gets_gradients_of_row]
-        return [(self.mesh.grad_sync_group, others), (self.mesh.expert_dp_group, of_row)]
+        return [
+            (
+                self.mesh.grad_sync_group_of(axes),
+                [(name, w) for name, w in own if self.placements[name].summed_over == axes],
+            )
+            for axes in self._kinds()
+        ]
 
     def broadcast_weights(self) -> None:
         for group, weights in self._replicas():
@@ -216,17 +227,18 @@ class ShardedModel(DistributedModel):
         return next(filter(None, everyone), "")
 
     def _copy_that_differs(self) -> str:
-        """Return a message if unsharded weights differ over "tp", or tied weights over stages, or an empty string."""
+        """Return a message if weights that "tp" leaves whole differ over it, or tied ones over stages, or nothing."""
+        number = self.mesh.index("fsdp")
         copies = [
-            (name, weight_digest(name, weight))
+            (name, number if self.placements[name].is_fully_sharded else 0, weight_digest(name, weight))
             for name, weight in self._own().items()
             if self.placements[name].shard is None and self.placements[name].expert_rank is None
         ]
         group = self.mesh.model_parallel_group
-        first: dict[str, tuple[int, bytes]] = {}
+        first: dict[tuple[str, int], tuple[int, bytes]] = {}
         for rank, theirs in enumerate(group.all_gather_object(copies)):
-            for name, digest in theirs:
-                where, known = first.setdefault(name, (rank, digest))
+            for name, number, digest in theirs:
+                where, known = first.setdefault((name, number), (rank, digest))
                 if digest != known:
                     return (
                         f"copies are out of sync: {name!r} on rank {group.label(rank)} differs from rank "
@@ -421,6 +433,10 @@ class ShardedModel(DistributedModel):
             for group, begin, end in zip(full["param_groups"], ends, ends[1:])
         ]
         return {"parameters": shown, "state": state, "param_groups": param_groups}
+
+
+def _total(weights: RowLossWeights, axes: tuple[str, ...], own: float) -> float:
+    return weights.total(axes) if axes else own
 
 
 def _is_array(value: Any) -> bool:

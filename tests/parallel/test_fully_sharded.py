@@ -65,7 +65,8 @@ def assert_trains_the_same(model, kind, step, limit=1e-5):
 
 
 def cases(core):
-    for number, kind in enumerate(dict.fromkeys([*KINDS, *(f"{kind}{LORA}" for kind in ("roberta", *DECODERS))])):
+    adapted = ("roberta", "gpt2", "t5", "mixtral", *DECODERS)
+    for number, kind in enumerate(dict.fromkeys([*KINDS, *(f"{kind}{LORA}" for kind in adapted)])):
         for num_micro_steps in (1, 2):
             is_core = (kind, num_micro_steps) in core
             is_slow = number > 7 and number % 2 != num_micro_steps % 2
@@ -119,6 +120,18 @@ def test_what_is_kept_between_the_passes_changes_no_bit(group, options):
 
     expected = trained()
     for name, weight in trained(**options).items():
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+
+def test_gradients_that_are_reduced_in_parts_have_the_same_bits(group, monkeypatch):
+    def trained():
+        model = dp.fully_shard(build("llama"))
+        train(model, "llama", pieces_of(group))
+        return whole_weights(model)
+
+    expected = trained()
+    monkeypatch.setattr(exchange_module, "_PART_BYTES", 1000)
+    for name, weight in trained().items():
         np.testing.assert_array_equal(weight, expected[name], err_msg=name)
 
 
@@ -196,9 +209,17 @@ def test_a_library_without_all_to_all_gives_the_same_sums(group, monkeypatch):
 
 
 @pytest.mark.core
-def test_ranks_without_rows_and_bad_losses(group):
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("llama", {"fsdp": WORLD_SIZE}), pytest.param("llama", {"fsdp": 2, "tp": 2}, marks=needs_four),
+        pytest.param("mixtral", {"fsdp": 2, "ep": 2}, marks=[needs_four, needs_mpi]),
+    ],
+)  # fmt: skip
+def test_ranks_without_rows_and_bad_losses(group, kind, sizes):
     """Ranks run a dummy batch while others gather weights; a loss that is NaN is left out on all ranks."""
-    few, many = batch("llama", 1, 1), batch("llama", 2 * group.world_size, 2)
+    data = dp.init_device_mesh(sizes).dp_group
+    few, many = batch(kind, 1, 1), batch(kind, 2 * data.world_size, 2)
 
     def trained(model, num_ranks, rank, group=None):
         model.set_train(True)
@@ -220,11 +241,12 @@ def test_ranks_without_rows_and_bad_losses(group):
 
     with alone() as single, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        expected = trained(build("llama"), 1, 0, single)
+        expected = trained(build(kind), 1, 0, single)
+    dp.init_device_mesh(sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        found = trained(dp.fully_shard(build("llama")), group.world_size, group.rank)
-    assert relative_difference(found, expected, whole_weights(build("llama"))) < 1e-5
+        found = trained(dp.fully_shard(build(kind)), data.world_size, data.rank)
+    assert relative_difference(found, expected, whole_weights(build(kind))) < 1e-5
 
 
 @needs_four
@@ -240,7 +262,86 @@ def test_replicas_of_shards(group):
 @needs_four
 @pytest.mark.parametrize("kind", ["llama", "roberta", f"llama{LORA}", "mixtral"])
 def test_shards_of_weights_with_shards_of_rows(group, kind):
-    mesh = dp.init_device_mesh({"fsdp": 2, "sp": 2})
+    assert_trains_the_same_on({"fsdp": 2, "sp": 2}, kind)
+
+
+@pytest.mark.core
+@needs_four
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama, tied", "roberta", "gpt2", "t5", "masked", f"llama{LORA}", f"gpt2{LORA}", "mixtral"]
+)
+def test_shards_of_the_parts_of_tensor_parallelism(group, kind):
+    assert_trains_the_same_on({"fsdp": 2, "tp": 2}, kind)
+
+
+@pytest.mark.core
+@needs_mpi
+@needs_four
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "ep": 2}, {"ep": 2, "fsdp": 2}])
+def test_shards_of_experts(group, kind, mesh):
+    assert_trains_the_same_on(mesh, kind)
+
+
+@pytest.mark.core
+@needs_mpi
+@needs_four
+@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"fsdp": 2, "ep": 2}])
+@pytest.mark.parametrize("trains_experts_only", [False, True])
+def test_ranks_whose_experts_get_no_tokens_make_the_collectives_of_the_others(group, sizes, trains_experts_only):
+    """Half of the ranks send all of their tokens to one expert, and the others to an expert of another rank."""
+
+    def make():
+        model = build("mixtral", num_local_experts=16, num_experts_per_tok=1)
+        table = model.model.embed_tokens.weight
+        vectors, gate = table.asnumpy().copy(), np.zeros((16, table.shape[1]), np.float32)
+        vectors[3], vectors[4], gate[0], gate[8] = 10, -10, 1, -1
+        table.assign_value(Tensor(vectors))
+        for layer in model.model.layers:
+            layer.block_sparse_moe.gate.weight.assign_value(Tensor(gate))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = not trains_experts_only or ".experts." in name
+        return model
+
+    ids = np.repeat([[3], [3], [4], [4]], 4, axis=1)
+
+    def trained(model, first, last, group=None):
+        model.set_train(True)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        step = dp.make_train_step(
+            lambda **inputs: model(**inputs)[0], optim.AdamW(parameters, lr=5e-4), parameters, max_grad_norm=0.5,
+            group=group, model=model,
+        )  # fmt: skip
+        for _ in range(2):
+            step({"input_ids": ids[first:last], "labels": ids[first:last]})
+        return whole_weights(model)
+
+    with alone() as single:
+        expected = trained(make(), 0, 4, single)
+    dp.init_device_mesh(sizes)
+    model = dp.parallelize(make())
+    found = trained(model, group.rank, group.rank + 1)
+    # Of the sixteen experts of a row of ranks, one got all tokens.
+    assert all(np.count_nonzero(load.tokens) == 1 for load in model.parallel.loads())
+    assert relative_difference(found, expected, whole_weights(make())) < 1e-5
+
+
+@needs_mpi
+@pytest.mark.skipif(WORLD_SIZE != 8, reason="needs eight ranks")
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("llama", {"dp": 2, "fsdp": 2, "tp": 2}), ("llama", {"fsdp": 2, "sp": 2, "tp": 2}),
+        ("mixtral", {"dp": 2, "ep": 2, "fsdp": 2}), ("mixtral", {"ep": 2, "fsdp": 2, "tp": 2}),
+        ("mixtral", {"ep": 2, "fsdp": 2, "sp": 2}),
+    ],
+)  # fmt: skip
+def test_shards_on_meshes_of_three_axes(group, kind, mesh):
+    assert_trains_the_same_on(mesh, kind)
+
+
+def assert_trains_the_same_on(sizes, kind):
+    mesh = dp.init_device_mesh(sizes)
     model = dp.fully_shard(build(kind), mesh)
     step = train(model, kind, pieces_of(mesh.dp_group, 2))
     assert_trains_the_same(model, kind, step)
@@ -298,11 +399,13 @@ def test_a_run_is_resumed_at_another_stage(group, shared_tmp_path, first, second
     ("first", "second"),
     [
         ({"dp": 2, "fsdp": 2}, {"dp": 2, "fsdp": 2}), ({"fsdp": 4}, {"dp": 2, "fsdp": 2}),
-        ({"dp": 2, "fsdp": 2}, {"fsdp": 4}),
+        ({"dp": 2, "fsdp": 2}, {"fsdp": 4}), ({"fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}),
+        ({"fsdp": 2, "tp": 2}, {"tp": 2, "fsdp": 2}),
     ],
 )  # fmt: skip
-def test_a_run_is_resumed_on_another_mesh(group, shared_tmp_path, first, second):
-    assert_resumes(group, shared_tmp_path, (3, first), (3, second))
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_run_is_resumed_on_another_mesh(group, shared_tmp_path, first, second, is_sharded):
+    assert_resumes(group, shared_tmp_path, (3, first), (3, second), sharded_checkpoints=is_sharded)
 
 
 def assert_resumes(group, folder, first, second, **settings):
@@ -322,6 +425,45 @@ def assert_resumes(group, folder, first, second, **settings):
     assert resumed.resumed_from is not None
     for name, weight in found.items():
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=0 if first == second else 2e-6, err_msg=name)
+
+
+@needs_four
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_run_on_two_kinds_of_shards_is_resumed_with_one_or_none(group, shared_tmp_path, is_sharded):
+    """The global batch is that of two ranks with samples, on each mesh."""
+
+    def run(mesh, name, **settings):
+        data = dp.init_device_mesh(mesh).dp_group
+        model = dp.parallelize(tiny_roberta(seed=1, num_layers=2))
+        trainer = train_by_trainer(
+            model, Rows(24), shared_tmp_path / name, per_device_train_batch_size=4 // data.world_size,
+            gradient_accumulation_steps=2, learning_rate=1e-3, save_strategy="steps", save_steps=1,
+            sharded_checkpoints=is_sharded, **settings,
+        )  # fmt: skip
+        return (whole_weights if getattr(model, "parallel", None) else weights_of)(trainer.model)
+
+    both, others = {"fsdp": 2, "tp": 2}, [{"dp": 4}, {"tp": 2, "dp": 2}, {"fsdp": 4}]
+    expected = run(both, "reference")
+    for number, (first, second) in enumerate([(both, other) for other in others] + [(other, both) for other in others]):
+        with pytest.raises(KeyboardInterrupt):
+            run(first, f"run{number}", callbacks=[Stop(2)])
+        group.barrier()
+        found = run(second, f"run{number}", resume=True)
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=f"{first} to {second}: {name}")
+
+
+@needs_four
+def test_a_model_with_tp_generates_within_gathered_and_is_saved_by_the_trainer(group, shared_tmp_path):
+    dp.init_device_mesh({"fsdp": 2, "tp": 2})
+    model, whole = dp.fully_shard(build("llama")), build("llama")
+    ids = Tensor(batch("llama", 2)["input_ids"])
+    with dp.gathered(model):
+        assert np.array_equal(*(m.generate(input_ids=ids, max_new_tokens=3).asnumpy() for m in (model, whole)))
+        for call in (lambda: model.save_pretrained(str(shared_tmp_path)), model.state_dict):
+            with pytest.raises(RuntimeError, match="with tp and ep, rank .* has parts of the weights also when"):
+                call()
+    assert not list(shared_tmp_path.iterdir())
 
 
 def test_weights_are_read_from_files_without_a_full_model_on_any_rank(group, shared_tmp_path):
@@ -432,11 +574,11 @@ def test_what_fully_sharded_models_cannot_do_is_refused(group):
     with pytest.raises(ValueError, match="shard the model first"):
         dp.fully_shard(model)
     if group.world_size == 4:
-        for axis in ("tp", "pp", "ep"):
-            if IS_MPI or axis == "tp":
-                mesh = dp.init_device_mesh({"fsdp": 2, axis: 2})
-                with pytest.raises(ValueError, match=f"leave out {axis}=2"):
-                    dp.parallelize(build("mixtral" if axis == "ep" else "llama"), mesh)
+        with pytest.raises(ValueError, match="param_dtype is combined with dp, fsdp, sp only.*leave out tp=2"):
+            dp.parallelize(build("llama"), dp.init_device_mesh({"fsdp": 2, "tp": 2}), param_dtype="float16")
+        if IS_MPI:
+            with pytest.raises(ValueError, match="fsdp is combined with dp, ep, fsdp, sp, tp only.*leave out pp=2"):
+                dp.parallelize(build("llama"), dp.init_device_mesh({"fsdp": 2, "pp": 2}))
 
 
 def trained_in_half_precision(kind, pieces, *, is_sharded=False, **options):
@@ -447,7 +589,7 @@ def trained_in_half_precision(kind, pieces, *, is_sharded=False, **options):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", ["llama", f"roberta{LORA}"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param(f"roberta{LORA}", marks=pytest.mark.slow)])
 def test_ranks_compute_in_param_dtype_what_one_process_computes_in_it(group, kind):
     """Stage 3 and 2 give what one process gives up to the rounding of float16, and that is near to float32."""
     begin, (in_float32, _) = whole_weights(build(kind)), of_one_process(kind)
@@ -516,6 +658,14 @@ def test_the_trainer_computes_in_param_dtype_and_resumes_with_the_same_digest(gr
         run("run", callbacks=[Stop(2)], **settings)
     group.barrier()
     assert run("run", resume=True, **settings) == expected
+
+
+def test_a_second_training_begins_with_the_largest_scale_again(group, shared_tmp_path):
+    dp.init_device_mesh({"dp": group.world_size})
+    trainer = trained_by_trainer(shared_tmp_path, 0, param_dtype="float16", max_steps=1)
+    trainer.model.mixed_precision.scale = 2.0**5
+    trainer.train()
+    assert trainer.model.mixed_precision.scale == 2.0**15
 
 
 def test_unsupported_param_dtypes_are_refused(group):

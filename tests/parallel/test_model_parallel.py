@@ -1008,7 +1008,7 @@ def test_a_mesh_with_dp_only_is_plain_data_parallelism(group):
     assert mesh.is_data_parallel
     assert group.label() == str(group.rank)
     assert mesh.dp_group is group
-    assert mesh.expert_dp_group is group
+    assert mesh.grad_sync_group_of(("ep", "fsdp")) is group
     model = dp.parallelize(build("bert", seed=group.rank), mesh)
     assert getattr(model, "parallel", None) is None
     dp.assert_replicas_in_sync(model)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +15,11 @@ from mindnlp_dp.parallel.model_edits import Edit, ModelIndex
 from mindnlp_dp.parallel.placement import Placements
 from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.recompute import RecomputeLayers, check_recompute, has_recomputed_layers, layers_of
-from mindnlp_dp.runtime.sharded_array import FlatShard
 
-# Methods that read weights without the forward pass that gathers them, and those that change them.
-_READ = ("generate", "save_pretrained", "state_dict", "get_delta_weight")
+# Methods that read weights without the forward pass that gathers them, those that return or write them, and those that
+# change them.
+_READ = ("generate", "get_delta_weight")
+_WRITE = ("save_pretrained", "state_dict")
 _CHANGE = (
     "load_state_dict",
     "merge_adapter",
@@ -28,8 +28,9 @@ _CHANGE = (
     "unload",
     "resize_token_embeddings",
 )
-# The axes of a mesh on which weights are gathered or cast.
-_COMBINED = ("dp", "fsdp", "sp")
+# The axes of a mesh on which weights are gathered, and those on which they are cast.
+_WITH_SHARDS = ("dp", "ep", "fsdp", "sp", "tp")
+_WITH_CASTS = ("dp", "fsdp", "sp")
 # Those of a layer with adapters; other modules may have methods of these names.
 _MERGE = ("merge", "unmerge")
 
@@ -39,8 +40,9 @@ def fully_sharded_edits(
 ) -> list[Edit]:
     """Return the edits that shard all weights; ``layers`` names the units as in :func:`~mindnlp_dp.enable_recompute`.
 
-    A weight with fewer elements than there are ranks stays on every rank. On a mesh without the axis "fsdp", units only
-    cast their weights to the type in which the model computes.
+    ``placements`` are those after the edits of other axes, whose shards are sharded again. A weight with fewer elements
+    than there are ranks stays on every rank. On a mesh without the axis "fsdp", units only cast their weights to the
+    type in which the model computes.
 
     Raises:
         ValueError: the model has no such layers.
@@ -54,51 +56,58 @@ def fully_sharded_edits(
             "fully_shard(model, units=...) with patterns of module names, or False to gather all weights at once"
         ) from error
     unit_of = {id(m): name for name, layer in chosen.items() for m in layer.modules()}
-    places: dict[int, list[tuple[Any, str]]] = {}
-    names: dict[int, str] = {}
-    parameters: dict[int, Any] = {}
-    for name, module in index.unique():
+    paths: dict[int, list[tuple[str, str]]] = {}
+    for path, module in index.unique():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                parameters[id(parameter)] = parameter
-                names.setdefault(id(parameter), f"{name}.{attribute}" if name else attribute)
-                places.setdefault(id(parameter), []).append((module, attribute))
+                paths.setdefault(id(parameter), []).append((path, attribute))
     weights: dict[str, list[UnitWeight]] = {"": [], **{name: [] for name in chosen}}
-    for number, parameter in parameters.items():
-        is_sharded = 1 < mesh.sizes["fsdp"] <= math.prod(parameter.shape)
-        if is_sharded or units.precision is not None:
+    elsewhere: list[str] = []
+    for places in paths.values():
+        name = ".".join(filter(None, places[0]))
+        placement = placements[name]
+        shape = placements.shape_gathered(placement)
+        # The first part over "tp" is the smallest, and ranks must agree.
+        smallest = shape if placement.shard is None else placement.shard.shape(placement.shape, 0, mesh.sizes["tp"])
+        is_sharded = 1 < mesh.sizes["fsdp"] <= math.prod(smallest)
+        if not placements.is_here(placement):
+            elsewhere += [name] * is_sharded
+        elif is_sharded or units.precision is not None:
             # A tied weight of several units is in the root unit.
-            found = {unit_of.get(id(module), "") for module, _ in places[number]}
+            found = {unit_of.get(id(index.modules[path]), "") for path, _ in places}
             owner = found.pop() if len(found) == 1 else ""
-            shape = tuple(parameter.shape)
-            weights[owner].append(UnitWeight(names[number], shape, tuple(places[number]), is_sharded))
+            weights[owner].append(UnitWeight(name, shape, places, is_sharded, placement.summed_over))
     edits = []
     for name, of_unit in weights.items():
         # The model's forward pass is that of the root unit, also if all weights are in layers.
         if of_unit or not name:
             unit = units.add(name, of_unit)
-            changes = {weight.name: {"shard": FlatShard(), "axis": "fsdp"} for weight in of_unit if weight.is_sharded}
+            # Every rank knows how the experts of other ranks are sharded.
+            sharded = [weight.name for weight in of_unit if weight.is_sharded] + ([] if name else elsewhere)
             attributes = {} if name or units.precision is None else {"mixed_precision": units.precision}
-            forward = calling(unit.forward, index.modules[name])
-            edits.append(Edit((name,), forward=forward, attributes=attributes, placements=changes))
-    return edits + _guards(index, units)
+            changes = {weight: {"is_fully_sharded": True} for weight in sharded}
+            edits.append(Edit((name,), forward=calling(unit.forward), attributes=attributes, placements=changes))
+    are_parts = any(mesh.sizes[axis] > 1 for axis in ("tp", "ep"))
+    return edits + _guards(index, units, _refuse_to_write if are_parts else _call_in_full)
 
 
-def _guards(index: ModelIndex, units: Units) -> list[Edit]:
-    """Return the edits with which a module raises an error where its shards would be used as if they were weights."""
+def _guards(index: ModelIndex, units: Units, write: Callable[..., Any]) -> list[Edit]:
+    """Return the edits with which a module raises an error where its shards would be used as if they were weights.
+
+    ``write`` is called in place of methods that return or write weights.
+    """
     if not any(weight.is_sharded for unit in units.by_name.values() for weight in unit.weights):
-        generating = [(name, module) for name, module in index.unique() if hasattr(module, "generate")]
+        generate = {"generate": calling(_in_float32, units)}
         return [
-            Edit(
-                (name,), attributes={"generate": functools.partial(_in_float32, units, module.generate)}, is_shown=False
-            )
-            for name, module in generating
+            Edit((name,), methods=generate, is_shown=False)
+            for name, module in index.unique()
+            if hasattr(module, "generate")
         ]
     units_of: dict[int, list[Unit]] = {}
     for unit in units.by_name.values():
         sharded = [weight for weight in unit.weights if weight.is_sharded]
-        for module in {id(module): module for weight in sharded for module, _ in weight.places}.values():
-            units_of.setdefault(id(module), []).append(unit)
+        for path in dict.fromkeys(path for weight in sharded for path, _ in weight.paths):
+            units_of.setdefault(id(index.modules[path]), []).append(unit)
     # The kernel of a layer with adapters is for layers that have their own forward methods.
     tuned = [module for _, module in index.unique() if hasattr(module, "get_delta_weight")]
     adapted = {id(module) for layer in tuned for module in layer.modules() if module is not layer}
@@ -108,17 +117,18 @@ def _guards(index: ModelIndex, units: Units) -> list[Edit]:
         if not within:
             continue
         merges = _MERGE if hasattr(module, "get_delta_weight") else ()
-        guards = [(method, _call_in_full) for method in _READ] + [(method, _refuse) for method in (*_CHANGE, *merges)]
-        attributes = {
-            method: functools.partial(guard, units, within, f"{name or 'the model'}: {method}()", stock)
-            for method, guard in guards
-            if (stock := getattr(module, method, None)) is not None
+        kinds = ((_READ, _call_in_full), (_WRITE, write), ((*_CHANGE, *merges), _refuse))
+        methods = {
+            method: calling(guard, units, within, f"{name or 'the model'}: {method}()")
+            for names, guard in kinds
+            for method in names
+            if hasattr(module, method)
         }
         own = within if merges else units_of.get(id(module), [])
         if name in units.by_name or id(module) in adapted:
             own = []
         forward = calling(_call_in_full, units, own, f"{name}: forward()") if own else None
-        edits.append(Edit((name,), forward=forward, attributes=attributes, is_shown=False))
+        edits.append(Edit((name,), forward=forward, methods=methods, is_shown=False))
     return edits
 
 
@@ -149,13 +159,21 @@ def _refuse(units: Units, needed: Sequence[Unit], what: str, *_: Any, **__: Any)
     )
 
 
-def check_units(model: Any, placements: Placements) -> None:
-    """Raise ValueError if the mesh has other axes than "dp", "fsdp" and "sp", or the model cannot be sharded so."""
+def _refuse_to_write(units: Units, needed: Sequence[Unit], what: str, *_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        f"{what}: with tp and ep, rank {units.group.label()} has parts of the weights also when shards are gathered; "
+        "save the model with the Trainer, or FunctionalRun, on every rank"
+    )
+
+
+def check_units(model: Any, placements: Placements, *, is_cast: bool) -> None:
+    """Raise ValueError if units cannot be combined with an axis of the mesh, or the model cannot be sharded so."""
     mesh, config = placements.mesh, getattr(model, "config", None)
-    others = [f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1 and axis not in _COMBINED]
+    what, known = ("param_dtype", _WITH_CASTS) if is_cast else ("fsdp", _WITH_SHARDS)
+    others = [f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1 and axis not in known]
     if others:
         raise ValueError(
-            f"fsdp and param_dtype are combined with dp and sp only so far, got {mesh}; leave out {', '.join(others)}"
+            f"{what} is combined with {', '.join(known)} only so far, got {mesh}; leave out {', '.join(others)}"
         )
     if has_recomputed_layers(model):
         raise ValueError("shard the model first, and call enable_recompute() or gradient_checkpointing_enable() after")

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
 
 import mindspore
 import numpy as np
@@ -22,20 +23,36 @@ from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
+from mindnlp_dp.parallel.model_edits import module_at
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, read
-from mindnlp_dp.runtime.shard_bounds import shard_bounds
+from mindnlp_dp.runtime.shard_bounds import shard_bounds, split_evenly
+
+# Exchanges in host memory are made in parts of this size, so that copies of large weights need little memory.
+_PART_BYTES = 4 * 2**20
 
 
-class UnitWeight(NamedTuple):
-    """A weight of a unit: its name, its full shape, and the modules that have it, with its name in each.
+@dataclass
+class UnitWeight:
+    """A weight of a unit.
 
-    It is not sharded if it has too few elements, or if ranks share no weights.
+    Attributes:
+        name: its name in the model.
+        shape: its shape while the unit computes.
+        paths: the modules that have it, each with its name there.
+        is_sharded: whether ranks have shards of it; not if it has too few elements, or if ranks share no weights.
+        summed_over: the axes over which its gradient is already summed when it comes to the unit.
     """
 
     name: str
     shape: tuple[int, ...]
-    places: tuple[tuple[Any, str], ...]
+    paths: Sequence[tuple[str, str]]
     is_sharded: bool = True
+    summed_over: tuple[str, ...] = ()
+    places: Sequence[tuple[Any, str]] = ()
+
+    def bind(self, model: Any) -> None:
+        """Find the modules in the model, after its layers were replaced."""
+        self.places = [(module_at(model, path), attribute) for path, attribute in self.paths]
 
     @property
     def own(self) -> Any:
@@ -71,10 +88,12 @@ class UnitExchange(abc.ABC):
         """Return all weights in full, in another type if ``dtype`` says so. A collective."""
 
     @abc.abstractmethod
-    def reduce(self, places: Sequence[int], gradients: Sequence[Optional[Tensor]], loss_weight: float) -> list[Tensor]:
+    def reduce(
+        self, places: Sequence[int], gradients: Sequence[Optional[Tensor]], loss_weights: Sequence[float]
+    ) -> list[Tensor]:
         """Return this rank's shards of the sums of all ranks' weighted gradients, in float32. A collective.
 
-        ``gradients`` are those of the weights at ``places``.
+        ``gradients`` are those of the weights at ``places``, and ``loss_weights`` what each is multiplied by.
         """
 
     def begin_gather(self) -> None:  # noqa: B027 -- host memory is read at once
@@ -88,39 +107,55 @@ class HostExchange(UnitExchange):
     """Exchanges NumPy arrays; the bits do not depend on when ranks arrive."""
 
     def gather(self, dtype: str = "") -> list[Tensor]:
-        numpy_dtype = np.dtype(dtype or self.dtype)
+        rank, numpy_dtype = self.group.rank, np.dtype(dtype or self.dtype)
         mine = [read(weight.checked()) for weight in self.weights]
-        row = np.zeros(max(self._counts(self._bounds)), numpy_dtype)
-        np.concatenate(mine, out=row[: sum(map(len, mine))], casting="same_kind")
-        rows = self.group.all_gather(row, every_step=True)
-        begins, found = [0] * len(rows), []
-        for weight, bounds in zip(self.weights, self._bounds):
-            full = new_array(weight.shape, numpy_dtype)
-            flat = full.reshape(-1)
-            for rank, (begin, end) in enumerate(zip(bounds, bounds[1:])):
-                flat[begin:end] = rows[rank][begins[rank] : begins[rank] + end - begin]
-                begins[rank] += end - begin
-            found.append(from_host(full, dtype or self.dtype))
-        return found
+        found = [new_array(weight.shape, numpy_dtype) for weight in self.weights]
+        for ranges in _parts(self._bounds, numpy_dtype.itemsize):
+            row, begin = np.zeros(max(_counts(ranges)), numpy_dtype), 0
+            for array, bounds, of_ranks in zip(mine, self._bounds, ranges):
+                first, last = (place - bounds[rank] for place in of_ranks[rank])
+                row[begin : begin + last - first] = array[first:last]
+                begin += last - first
+            rows, begins = self.group.all_gather(row, every_step=True), [0] * self.group.world_size
+            for full, of_ranks in zip(found, ranges):
+                flat = full.reshape(-1)
+                for other, (first, last) in enumerate(of_ranks):
+                    flat[first:last] = rows[other][begins[other] : begins[other] + last - first]
+                    begins[other] += last - first
+        return [from_host(full, dtype or self.dtype) for full in found]
 
-    def _counts(self, bounds: Sequence[Sequence[int]]) -> list[int]:
-        """Return the numbers of elements of each rank's shards."""
-        return [sum(b[rank + 1] - b[rank] for b in bounds) for rank in range(self.group.world_size)]
-
-    def reduce(self, places: Sequence[int], gradients: Sequence[Optional[Tensor]], loss_weight: float) -> list[Tensor]:
-        group, bounds = self.group, [self._bounds[place] for place in places]
-        counts = self._counts(bounds)
-        sent, begin = np.zeros(sum(counts), np.float32), 0
+    def reduce(
+        self, places: Sequence[int], gradients: Sequence[Optional[Tensor]], loss_weights: Sequence[float]
+    ) -> list[Tensor]:
+        rank, bounds = self.group.rank, [self._bounds[place] for place in places]
         arrays = [None if gradient is None else read(gradient).reshape(-1) for gradient in gradients]
-        for rank in range(group.world_size):
-            for array, b in zip(arrays, bounds):
-                size = b[rank + 1] - b[rank]
+        found = [np.empty(b[rank + 1] - b[rank], np.float32) for b in bounds]
+        for ranges in _parts(bounds, 4):
+            mine = self._summed(*self._weighted(arrays, ranges, loss_weights))
+            begin = 0
+            for array, b, of_ranks in zip(found, bounds, ranges):
+                first, last = (place - b[rank] for place in of_ranks[rank])
+                array[first:last] = mine[begin : begin + last - first]
+                begin += last - first
+        return [from_host(array, "float32") for array in found]
+
+    def _weighted(
+        self,
+        arrays: Sequence[Optional[np.ndarray]],
+        ranges: Ranges,
+        loss_weights: Sequence[float],
+    ) -> tuple[np.ndarray, list[int]]:
+        """Return the weighted gradients at each rank's ranges, one rank after the other, and their numbers."""
+        counts = _counts(ranges)
+        sent, begin = np.zeros(sum(counts), np.float32), 0
+        for rank in range(len(counts)):
+            for array, of_ranks, loss_weight in zip(arrays, ranges, loss_weights):
+                first, last = of_ranks[rank]
                 # With a weight of zero nothing may be added: zero times NaN would be NaN.
                 if array is not None and loss_weight > 0:
-                    np.multiply(array[b[rank] : b[rank + 1]], np.float32(loss_weight), out=sent[begin : begin + size])
-                begin += size
-        mine, ends = self._summed(sent, counts), np.cumsum([0, *(b[group.rank + 1] - b[group.rank] for b in bounds)])
-        return [from_host(mine[first:last].copy(), "float32") for first, last in zip(ends, ends[1:])]
+                    np.multiply(array[first:last], np.float32(loss_weight), out=sent[begin : begin + last - first])
+                begin += last - first
+        return sent, counts
 
     def _summed(self, sent: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return this rank's range of the sum of all ranks' ``sent``, added in the order of the ranks."""
@@ -180,13 +215,20 @@ class DeviceExchange(UnitExchange):
             begin += length
         return found
 
-    def reduce(self, places: Sequence[int], gradients: Sequence[Optional[Tensor]], loss_weight: float) -> list[Tensor]:
+    def reduce(
+        self, places: Sequence[int], gradients: Sequence[Optional[Tensor]], loss_weights: Sequence[float]
+    ) -> list[Tensor]:
+        # A tensor is data; for a Python number an operator would be compiled for each value.
+        factors = {loss_weight: Tensor(np.float32(loss_weight)) for loss_weight in set(loss_weights)}
         rows = [
             self._rows(gradient if loss_weight > 0 else None, self._bounds[place], self._lengths[place])
-            for place, gradient in zip(places, gradients)
+            for place, gradient, loss_weight in zip(places, gradients, loss_weights)
         ]
-        # A tensor is data; for a Python number an operator would be compiled for each value.
-        sent = (mindspore.ops.cat(rows, 1) if len(rows) > 1 else rows[0]) * Tensor(np.float32(loss_weight))
+        if len(factors) > 1:
+            rows = [row * factors[loss_weight] for row, loss_weight in zip(rows, loss_weights)]
+        sent = mindspore.ops.cat(rows, 1) if len(rows) > 1 else rows[0]
+        if len(factors) == 1:
+            sent = sent * factors[loss_weights[0]]
         mine, handle = self._channel.reduce_scatter_async(sent.reshape(-1))
         if handle is not None:
             handle.wait()
@@ -225,6 +267,27 @@ class UnitExchanges:
         if self._channel is not None:
             return DeviceExchange(self._group, weights, self._dtype, self._channel)
         return HostExchange(self._group, weights, self._dtype)
+
+
+# For each weight, the first and the last position of each rank's range, which is not included.
+Ranges = list[list[tuple[int, int]]]
+
+
+def _parts(bounds: Sequence[Sequence[int]], itemsize: int) -> Iterator[Ranges]:
+    """Yield parts of weights whose shards have these bounds, with an equal share of each shard."""
+    num_parts = itemsize * sum(b[-1] for b in bounds) // _PART_BYTES + 1
+    for part in range(num_parts):
+        yield [[_part_of(begin, end, num_parts, part) for begin, end in zip(b, b[1:])] for b in bounds]
+
+
+def _part_of(begin: int, end: int, num_parts: int, part: int) -> tuple[int, int]:
+    first, last = split_evenly(end - begin, num_parts, part)
+    return begin + first, begin + last
+
+
+def _counts(ranges: Ranges) -> list[int]:
+    """Return how many elements each rank has in its ranges."""
+    return [sum(last - first for first, last in of_rank) for of_rank in zip(*ranges)]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

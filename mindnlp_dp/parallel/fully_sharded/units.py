@@ -20,9 +20,12 @@ from typing import Any, NamedTuple, Optional
 import mindspore
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
+from mindspore.ops.auto_generate import as_strided
 
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.fully_sharded.unit_exchange import UnitExchanges, UnitWeight
 from mindnlp_dp.parallel.mixed_precision import MixedPrecision
+from mindnlp_dp.parallel.model_edits import module_at
 from mindnlp_dp.parallel.row_loss_weights import RowLossWeights
 from mindnlp_dp.runtime.computing_type import computing_in
 from mindnlp_dp.runtime.pynative_executor import pynative_executor, recording
@@ -33,19 +36,25 @@ class Units:
     """The units of a model; its :class:`~..sharded_model.ShardedModel` has them. The constructor is a collective.
 
     Args:
-        weights: the loss weights of the ranks that have the shards.
+        group: the ranks that have the shards.
+        weights: the loss weights of these ranks.
         keeps_gathered: whether layers keep their weights from the forward to the backward pass.
         precision: the type in which the model computes; None: float32.
     """
 
     def __init__(
-        self, weights: RowLossWeights, *, keeps_gathered: bool = False, precision: Optional[MixedPrecision] = None
+        self,
+        group: ProcessGroup,
+        weights: RowLossWeights,
+        *,
+        keeps_gathered: bool = False,
+        precision: Optional[MixedPrecision] = None,
     ) -> None:
-        self.loss_weights, self.group, self.keeps_gathered = weights, weights.group, keeps_gathered
+        self.loss_weights, self.group, self.keeps_gathered = weights, group, keeps_gathered
         self.precision = precision
         if precision is not None:
             precision.units = self
-        self.exchanges = UnitExchanges(weights.group, "float32" if precision is None else precision.dtype)
+        self.exchanges = UnitExchanges(group, "float32" if precision is None else precision.dtype)
         self.by_name: dict[str, Unit] = {}
         # Without the root unit, in the order of the model.
         self._layers: list[Unit] = []
@@ -58,6 +67,13 @@ class Units:
         if name:
             self._layers.append(unit)
         return unit
+
+    def bind(self, model: Any) -> None:
+        """Find the units and their weights in the model, after its layers were replaced."""
+        for unit in self.by_name.values():
+            unit.module = module_at(model, unit.name)
+            for weight in unit.weights:
+                weight.bind(model)
 
     def enter_backward(self, unit: Optional[Unit]) -> None:
         """Release the weights that another unit has gathered for its backward pass, which is over."""
@@ -111,8 +127,9 @@ class Unit:
         # Whether the last backward pass has gathered the weights again.
         self.is_gathered_again = False
         self._again: Optional[list[Tensor]] = None
+        self.module: Any = None
 
-    def forward(self, module: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward pass with gathered weights."""
         if self.units.is_held:
             return stock(*args, **kwargs)
@@ -125,7 +142,7 @@ class Unit:
         self.is_gathered_again |= is_again
         self.units.begin_next(self, is_backward=is_again)
         # Recomputation itself keeps nothing of this pass, and comes here again.
-        keeps = not self.name or not is_recorded or self.units.keeps_gathered or _is_recomputed(module)
+        keeps = not self.name or not is_recorded or self.units.keeps_gathered or _is_recomputed(self.module)
         with self.installed(full), contextlib.nullcontext() if keeps else self._handles(full):
             return self._in_low_precision(stock, args, kwargs)
 
@@ -192,7 +209,8 @@ class Unit:
         mine = [number for number in numbers if number in found]
         if mine:
             places, theirs = [numbers.index(number) for number in mine], [found[number] for number in mine]
-            found.update(zip(mine, self.exchange.reduce(places, theirs, self.units.loss_weights.own)))
+            loss_weights = [self.units.loss_weights.total(self.weights[number].summed_over) for number in mine]
+            found.update(zip(mine, self.exchange.reduce(places, theirs, loss_weights)))
         return list(found.values())
 
     # Autograd.
@@ -280,7 +298,7 @@ def _unpacked(kept: Any) -> Any:
     if kept.shape == tuple(full.shape) and kept.strides == tuple(full.stride()) and not kept.offset:
         return full
     # The offset of a handle is within the weight, which is contiguous and begins its memory.
-    return mindspore.ops.as_strided(full, kept.shape, kept.strides, kept.offset)
+    return as_strided(full, kept.shape, kept.strides, kept.offset)
 
 
 def _is_recomputed(module: Any) -> bool:

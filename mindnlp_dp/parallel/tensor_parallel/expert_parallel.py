@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import mindspore
 import numpy as np
 from mindnlp.core import nn, ops
 from mindnlp.core.nn import functional
@@ -88,7 +89,7 @@ class ExpertParallelBlock(nn.Module):
         return mixed.reshape(shape), router_logits
 
     def _through_experts(self, tokens: Tensor, chosen: np.ndarray, weights: Tensor) -> Tensor:
-        group, share = self._group, self._weights.share
+        group, share = self._group, self._weights.share(("ep",))
         order = np.argsort(chosen, kind="stable")
         mine = np.bincount(chosen, minlength=self._num_experts)
         # counts[i, j, e] tokens go from rank i to expert e of rank j.
@@ -116,7 +117,10 @@ class ExpertParallelBlock(nn.Module):
                 outputs.append(expert(by_expert[begin : begin + count]))
             begin += count
         if not outputs:
-            return rows
+            # An expert runs on every rank, so that ranks make the same collectives in the same order in the backward
+            # pass, too.
+            row = self.experts[self._first](mindspore.ops.zeros((1, rows.shape[-1]), rows.dtype))
+            return _WithGraphOf.apply(rows, row)
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
         return _taken(ops.cat(outputs, 0), places)
@@ -160,6 +164,19 @@ def _taken(x: Tensor, rows: np.ndarray) -> Tensor:
     if len(rows) == 0:
         return x[:0]
     return functional.embedding(from_numpy(rows.astype(np.int64)), x)
+
+
+class _WithGraphOf(_Function):
+    """Returns the first tensor; the second one, whose gradient is zero, has been computed for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unused: Tensor) -> Tensor:
+        ctx.unused = unused.shape, unused.dtype
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, mindspore.ops.zeros(*ctx.unused)
 
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:

@@ -208,6 +208,8 @@ class TrainingLoop:
         precision = mixed_precision_of(self.trainer.model)
         if precision is not None:
             precision.check_parameters()
+            # The scale of an earlier train() says nothing about this one.
+            precision.load_state(None)
         return precision
 
     def _make_updater(self) -> Updater:
