@@ -127,7 +127,7 @@ def _add_plan(commands: Any) -> None:
         "--cluster", metavar="CLUSTER", help="ascend-910b-8, a100-80gb-8, v100-16gb-8, this-machine, or a YAML"
     )
     plan.add_argument("--devices", type=_positive, metavar="N", help="number of devices")
-    plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2), help="ZeRO stage (default: 1 where it helps)")
+    plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage (default: 1 where it helps)")
     plan.add_argument(
         "--fill",
         type=float,

@@ -69,8 +69,8 @@ class Candidates:
             raise ValueError(f"batch must be a number of samples of at least 1, got {self.batch}")
         if not self.fill > 0:
             raise ValueError(f"fill must be a share of the memory above 0, got {self.fill}")
-        if self.zero_stage not in (None, 0, 1, 2):
-            raise ValueError(f"zero_stage must be 0, 1 or 2 for a plan, got {self.zero_stage}; estimate() shows 3")
+        if self.zero_stage not in (None, 0, 1, 2, 3):
+            raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
         # Bytes of a device that a plan may use.
         self.room = self.fill * self.cluster.memory
         self.boundaries = Boundaries(self.cluster)
@@ -83,6 +83,8 @@ class Candidates:
         return self._costs[key]
 
     def zero(self, sharing: StageParallelism) -> int:
+        if self.zero_stage == 3 and sharing.dp == 1:
+            return 0
         if self.zero_stage is not None:
             return self.zero_stage
         return 1 if sharing.num_replicas > 1 else 0
@@ -96,6 +98,9 @@ class Candidates:
         n = self.cluster.num_devices
         for pp, sharing in meshes(self.model, n, self.batch, len(firsts), self.reject):
             name = mesh_name(sharing.mesh(pp))
+            if pp > 1 and self.zero_stage == 3:
+                self.reject(name, "zero_stage=3 with pp is not supported")
+                continue
             least_short = math.inf
             found = False
             for micro_batch in divisors(self.batch // sharing.num_data, _MOST_SAMPLES):
@@ -129,7 +134,8 @@ class Candidates:
                     yield memory.total
                     continue
                 again = float(sum(costs.again(0, last, micro_batch))) if recompute else 0.0
-                seconds = num * (float(costs.times(0, last, micro_batch).total) + again) + update
+                gathers = sum(costs.gathers(0, last, zero_stage))
+                seconds = num * (float(costs.times(0, last, micro_batch).total) + again + gathers) + update
                 yield Candidate(
                     seconds, [(0, last, sharing)], firsts, [micro_batch], num, "", recompute, zero_stage
                 )  # fmt: skip

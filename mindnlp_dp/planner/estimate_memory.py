@@ -32,13 +32,14 @@ def estimate(
         mesh: sizes by axis, as for ``--mesh``; ``{"dp": 1}`` is one device.
         micro_batch: samples that a device of the first stage processes at a time; by default its samples of an update,
             in a pipeline divided by the number of stages.
-        zero_stage: the ZeRO stage, 0 to 3.
+        zero_stage: the ZeRO stage, 0 to 3; with the axis "fsdp" it is 3.
         recompute: whether layers keep only their inputs and recompute the other activations.
         precision: "float32", or "mixed" (half precision, with float32 weights in the optimizer).
 
     Raises:
         ValueError: the sizes do not fit together.
     """
+    zero_stage = 3 if "fsdp" in mesh else zero_stage
     stages, firsts = stages_of_mesh(mesh), layers_of(model, len(model.split_points) + 1)
     pp = len(stages)
     for sharing in stages:

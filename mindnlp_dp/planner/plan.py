@@ -87,7 +87,8 @@ class Plan:
     @property
     def mesh(self) -> dict[str, Size]:
         """Return the sizes for ``--mesh``; a size is a tuple with a value per stage where stages differ."""
-        return mesh_of([stage.sharing for stage in self.stages])
+        sizes = mesh_of([stage.sharing for stage in self.stages])
+        return {"fsdp" if axis == "dp" and self.zero_stage == 3 else axis: size for axis, size in sizes.items()}
 
     @property
     def micro_batch_size(self) -> int:

@@ -44,7 +44,8 @@ def plan(
     """Find plans for ``batch`` samples per update on all devices of a cluster, and return the best one of each mesh.
 
     Args:
-        zero_stage: the ZeRO stage; by default 1 wherever several devices have the same parameters, else 0.
+        zero_stage: the ZeRO stage; by default 1 wherever several devices have the same parameters, else 0. Stage 3 is
+            for meshes without "pp"; plans name its ranks "fsdp".
         schedules: the pipeline schedules to consider.
         mixed_stages: whether stages may have different meshes.
         fill: the fraction of a device's memory that a plan may use; the rest is for the framework.
@@ -57,7 +58,7 @@ def plan(
         raise ValueError(f"fill must be a share of the memory above 0 and at most 1, got {fill}")
     search = Candidates(model, cluster, batch, zero_stage, schedules, fill)
     candidates = sorted(search.uniform(layers_of(model, _MOST_LAYERS)), key=lambda c: c.seconds)
-    if mixed_stages and cluster.num_devices > 1:
+    if mixed_stages and cluster.num_devices > 1 and zero_stage != 3:
         coarse = layers_of(model, min(_COARSE_LAYERS, model.most_stages or _COARSE_LAYERS))
         candidates += search.mixed(coarse, _totals(candidates, batch))
         candidates.sort(key=lambda c: c.seconds)
@@ -103,6 +104,7 @@ def predict(
     Raises:
         ValueError: The sizes do not fit together.
     """
+    zero_stage = 3 if "fsdp" in mesh else zero_stage
     stages = stages_of_mesh(mesh)
     pp, rows = len(stages), math.gcd(*(sharing.num_data for sharing in stages))
     total = micro_batch * rows

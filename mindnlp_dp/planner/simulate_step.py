@@ -88,15 +88,16 @@ def _stage(search: Candidates, candidate: Candidate, place: int) -> StagePlan:
     pp, num = len(candidate.slices), candidate.num_micro_batches
     in_flight = most_in_flight(candidate.schedule, place, pp, num) if pp > 1 else 1
     t = costs.times(first, last, micro_batch)
-    ahead = float(t.forward + t.forward_collectives)
+    gathers = costs.gathers(first, last, candidate.zero_stage)
+    ahead = float(t.forward + t.forward_collectives) + gathers[0]
     again, collectives_again = costs.again(first, last, micro_batch) if candidate.recompute else (0.0, 0.0)
-    collectives = float(t.forward_collectives + t.backward_collectives + collectives_again)
+    collectives = float(t.forward_collectives + t.backward_collectives + collectives_again) + sum(gathers)
     bounds = [*candidate.firsts, len(search.model.graph.operators)]
     operators = (bounds[first], bounds[last + 1] - 1)
     memory = costs.memory(
         first, last, micro_batch, in_flight=in_flight, zero_stage=candidate.zero_stage, recompute=candidate.recompute
     )
-    backward = float(t.backward + t.backward_collectives + again + collectives_again)
+    backward = float(t.backward + t.backward_collectives + again + collectives_again) + gathers[1]
     return StagePlan(operators, _blocks(search, *operators), sharing, ahead, backward, collectives, memory)
 
 

@@ -17,6 +17,8 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations")
 
 def _stages_of(mesh: dict[str, Size]) -> tuple[int, ...]:
     """Return the ZeRO stages that differ on a mesh; the third is for data parallelism alone."""
+    if "fsdp" in mesh:
+        return _ZERO_STAGES[3:]
     if set(mesh) <= {"tp", "pp"} or mesh == {"dp": 1}:
         return _ZERO_STAGES[:1]
     return _ZERO_STAGES if set(mesh) == {"dp"} else _ZERO_STAGES[:3]

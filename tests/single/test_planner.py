@@ -348,13 +348,15 @@ def test_the_estimate_command_writes_memory_per_mesh_and_refuses_invalid_options
     # Half of the weights, and in full those of one layer, and of the embeddings and the head.
     weights, kept = first["kept"]["weights"], rows[3]["kept"]
     assert weights / 2 < kept["weights"] < weights * 1.5
-    assert (kept["gradients"], kept["optimizer"]) == (rows[2]["kept"]["gradients"], rows[2]["kept"]["optimizer"])
+    layer = 4 * (4 * 64**2 + 4 * 64 + 2 * 64 * 128 + 128 + 64 + 4 * 64)
+    assert kept["gradients"] == rows[2]["kept"]["gradients"] + layer
+    assert kept["optimizer"] == rows[2]["kept"]["optimizer"]
     out = capsys.readouterr().out
     assert out.count("dp=2") == 4
     for change, message in (
         (["--mesh", "dp=3"], "dp=3: 3 does not divide the batch of 8"),
         (["--mesh", "tp=3"], "tp=3: 3 does not divide num_attention_heads"),
-        (["--mesh", "cp=2"], "a mesh has axes dp, pp, ep, sp, tp"),
+        (["--mesh", "cp=2"], "a mesh has axes dp, pp, ep, fsdp, sp, tp"),
         (["--mesh", "sp=8"], "sp=8: sp=8 does not divide num_attention_heads, 4"),
         (["--micro-batch-size", "5"], "a micro-batch of 5 samples exceeds the 4 samples of a device"),
         (["--model", "nothing"], "model 'nothing' is neither a file nor one of"),
@@ -592,6 +594,39 @@ def test_invalid_options_of_memory_of_are_refused(options, message):
         memory_of(load_model(TINY), **options)
 
 
+def test_a_plan_with_stage_3_prices_gathers_and_shards_the_weights(tmp_path):
+    """Per micro-batch two gathers of each layer, one of the other weights, and a reduce-scatter, in float32."""
+    model, cluster = load_model(TINY), load_cluster(CLUSTER)
+    whole, sharded = (plan(model, cluster, 32, zero_stage=stage)[0] for stage in (2, 3))
+    assert (whole.mesh, sharded.mesh) == ({"dp": 4}, {"fsdp": 4})
+    costs = StageCosts(model, cluster, StageParallelism(dp=4), [0])
+    size, alpha, beta = 4 * model.parameters, cluster.inside.alpha, cluster.inside.beta
+    per_layer = 4 * 64**2 + 4 * 64 + 2 * 64 * 128 + 128 + 64 + 4 * 64
+    once, of_layers = 7 * alpha + 3 / 4 * beta * size, 6 * alpha + 3 / 4 * beta * 4 * 6 * per_layer
+    assert costs.gathers(0, 0, 3) == pytest.approx((once, of_layers + once))
+    assert costs.gathers(0, 0, 2) == (0.0, 0.0)
+    assert costs.update(0, 0, 3)[0] == 0.0
+    assert costs.update(0, 0, 3)[1] == pytest.approx(costs.update(0, 0, 2)[1])
+    assert sharded.parts["gradients"] == 0.0
+    assert sharded.parts["collectives"] == pytest.approx(sharded.num_micro_batches * (2 * once + of_layers))
+    # A quarter of the weights, and in full what is in no layer, and one layer.
+    memory = memory_of(model, dp=4, zero_stage=3, precision="float32")
+    assert sharded.heaviest.memory.weights == pytest.approx(memory.weights)
+    assert size / 4 < memory.weights < size
+    assert estimate(model, 32, {"fsdp": 4}).weights == pytest.approx(memory.weights)
+    again = predict(model, cluster, 32, sharded.mesh, sharded.micro_batch_size, recompute=sharded.recompute)
+    assert again.seconds == pytest.approx(sharded.seconds)
+    with pytest.raises(ValueError, match="fsdp is priced without dp and pp"):
+        estimate(model, 32, {"dp": 2, "fsdp": 2})
+    plans = plan(model, cluster, 32, zero_stage=3)
+    assert {"zero_stage=3 with pp is not supported"} == {r.why for r in plans.rejected if r.what.startswith("pp=")}
+    assert {tuple(sorted(found.mesh)) for found in plans} >= {("fsdp",), ("fsdp", "tp"), ("fsdp", "sp")}
+    # Where no ranks have the same weights, there is nothing to shard.
+    assert {found.zero_stage for found in plans if "fsdp" not in found.mesh} == {0}
+    flags = shlex.split(launch_command(plan(load_model("roberta-base"), cluster, 32, zero_stage=3)[0], plans) or "")
+    assert "fsdp=4" in flags
+
+
 def test_no_mesh_with_even_stages_is_faster_than_the_best_plan():
     model, cluster = load_model("gpt2"), load_cluster(CLUSTER)
     best = plan(model, cluster, 32)[0].seconds
@@ -692,7 +727,7 @@ def test_an_encoder_decoder_has_at_most_two_pipeline_stages():
         ({"dp": 4}, 3, {}, "do not divide 16 samples"),
         ({"pp": 2, "dp": 2}, 1, {"blocks": [1, 1]}, "does not split 6 layers"),
         ({"dp": 4}, 0, {}, "micro_batch must be at least 1"),
-        ({"cp": 4}, 1, {}, "a mesh has axes dp, pp, ep, sp, tp"),
+        ({"cp": 4}, 1, {}, "a mesh has axes dp, pp, ep, fsdp, sp, tp"),
         ({"pp": 2, "sp": 2}, 1, {}, "pp=2,sp=2: sp with pp is not supported"),
         ({"ep": 4}, 1, {}, "ep=4: 4 does not divide 0 experts"),
         ({"pp": 2, "dp": (2, 1, 1)}, 1, {}, "or of as many stages"),

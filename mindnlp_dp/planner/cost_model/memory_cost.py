@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -72,7 +72,8 @@ def memory_of(  # noqa: PLR0917
         tp: tensor-parallel devices.
         dp: data-parallel devices, over which ZeRO shards.
         zero_stage: the ZeRO stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights, of which
-            those that are in no layer, and those of one layer, are gathered.
+            those that are in no layer, and those of one layer, are gathered, and the gradients of one layer are there
+            in full. Stage 3 shards over ``dp`` only.
         micro_batch: samples that the device processes at a time.
         recompute: whether layers keep only their inputs and repeat their forward passes before their backward passes.
         ep: expert-parallel devices, which have different samples, too.
@@ -112,23 +113,37 @@ def memory_of(  # noqa: PLR0917
         activations = micro_batch * (in_flight * sum(kept) + max(again, default=0.0))
     else:
         activations = micro_batch * in_flight * sum(kept)
+    dp, ep = (dp, 1) if zero_stage == 3 else (dp * sp, ep)
     use = parameter_memory(
-        numbers[False], numbers[True], frozen[False], frozen[True], dp=dp * sp, ep=ep, zero_stage=zero_stage,
+        numbers[False], numbers[True], frozen[False], frozen[True], dp=dp, ep=ep, zero_stage=zero_stage,
         precision=precision, activations=activations, matrices=matrices,
     )  # fmt: skip
-    gathered = _gathered(model, operators) if zero_stage == 3 else 0.0
-    return replace(use, weights=use.weights + BYTES[precision][0] * gathered)
+    return with_gathered(use, precision, *parameters_by_unit(model, operators, roles, n)) if zero_stage == 3 else use
 
 
-def _gathered(model: Model, operators: Sequence[Operator]) -> float:
-    """Return the number of parameters that stage 3 has in full: those in no layer, and those of the largest layer."""
+def with_gathered(use: MemoryUse, precision: str, in_no_layer: float, of_layer: float) -> MemoryUse:
+    """Return the memory with what stage 3 has in full: these weights, and the gradients of the layer."""
+    size = BYTES[precision][0]
+    return replace(
+        use, weights=use.weights + size * (in_no_layer + of_layer), gradients=use.gradients + size * of_layer
+    )
+
+
+def parameters_by_unit(
+    model: Model, operators: Sequence[Operator], roles: Mapping[str, str], n: int
+) -> tuple[float, float]:
+    """Return how many parameters of a device are in no layer, and in the largest layer, which stage 3 gathers.
+
+    ``n`` devices have parts of the operators that their roles split.
+    """
     layer_of = dict(zip((o.name for o in model.graph.operators), recomputed_layers(model)))
     numbers: dict[Optional[int], float] = {None: 0.0}
     for operator in operators:
         if operator.tied_to is None:
             layer = layer_of[operator.name]
-            numbers[layer] = numbers.get(layer, 0.0) + operator.parameters
-    return numbers.pop(None) + max(numbers.values(), default=0.0)
+            parts = n if roles[operator.name] in _CUT else 1
+            numbers[layer] = numbers.get(layer, 0.0) + operator.parameters / parts
+    return numbers.pop(None), max(numbers.values(), default=0.0)
 
 
 def parameter_memory(

@@ -19,13 +19,22 @@ from mindnlp_dp.planner.cost_model.memory_cost import (
     entering_values,
     layer_inputs,
     parameter_memory,
+    parameters_by_unit,
     recomputed_layers,
     saved_of,
     strategies_of,
+    with_gathered,
     with_split_tokens,
 )
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, cost_of, layouts, resharding
-from mindnlp_dp.planner.profiles.cluster_profile import Cluster, Link, all_gather, all_reduce, all_to_all
+from mindnlp_dp.planner.profiles.cluster_profile import (
+    Cluster,
+    Link,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
 from mindnlp_dp.planner.profiles.operator_graph import (
     BATCH,
     COLUMN,
@@ -84,7 +93,14 @@ def mesh_of(stages: Sequence[StageParallelism]) -> dict[str, Size]:
 
 
 def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
-    """Return the degrees of parallelism of each stage; raise ValueError for sizes that are not a mesh."""
+    """Return the degrees of parallelism of each stage; raise ValueError for sizes that are not a mesh.
+
+    Ranks of the axis "fsdp" are priced as those of "dp", with ``zero_stage=3``.
+    """
+    if "fsdp" in mesh:
+        if mesh.get("dp", 1) != 1 or mesh.get("pp", 1) != 1:
+            raise ValueError(f"fsdp is priced without dp and pp, got {dict(mesh)}")
+        mesh = {"dp" if axis == "fsdp" else axis: size for axis, size in mesh.items() if axis != "dp"}
     unknown = sorted(set(mesh) - {"dp", "pp", "ep", "sp", "tp"})
     pp = mesh.get("pp", 1)
     sizes = {axis: size if isinstance(size, tuple) else (size,) for axis, size in mesh.items()}
@@ -94,7 +110,9 @@ def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
         or not isinstance(pp, int)
         or any(len(size) not in (1, pp) for size in sizes.values())
     ):
-        raise ValueError(f"a mesh has axes dp, pp, ep, sp, tp, each at least 1, or of as many stages; got {dict(mesh)}")
+        raise ValueError(
+            f"a mesh has axes dp, pp, ep, fsdp, sp, tp, each at least 1, or of as many stages; got {dict(mesh)}"
+        )
     by_stage = {axis: size if len(size) == pp else size * pp for axis, size in sizes.items() if axis != "pp"}
     return [StageParallelism(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
 
@@ -181,6 +199,8 @@ class StageCosts:
         self.entering = size * _entering(self.model, tuple(firsts))
         self._place_of = {o.name: layer for layer, (a, b) in enumerate(zip(bounds, bounds[1:])) for o in operators[a:b]}
         self._tied = [self._tied_in(a, b, roles, n) for a, b in zip(bounds, bounds[1:])]
+        self._in_no_layer, self._largest_layer = parameters_by_unit(model, operators, roles, n)
+        self._num_units = len(set(layers))
 
     def _tied_in(self, first: int, end: int, roles: dict[str, str], n: int) -> list[tuple[str, float, float]]:
         """Return the operators that this layer shares parameters with, and per device those and the frozen of them."""
@@ -248,11 +268,32 @@ class StageCosts:
             kept, peak = self.recomputed(first, last, micro_batch)
             activations = in_flight * float(kept) + float(peak)
         numbers = (float(x) for x in (*self.parameters(first, last), *self.frozen(first, last)))
-        s = self.sharing
-        return parameter_memory(
-            *numbers, dp=s.dp * s.sp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision,
+        s, is_full = self.sharing, zero_stage == 3
+        dp, ep = (s.dp, 1) if is_full else (s.dp * s.sp, s.ep)
+        use = parameter_memory(
+            *numbers, dp=dp, ep=ep, zero_stage=zero_stage, precision=self.cluster.precision,
             activations=activations, matrices=self._run(first, last)[_MATRICES:_MATRIX_FLOPS].tolist(),
         )  # fmt: skip
+        return with_gathered(use, self.cluster.precision, self._in_no_layer, self._largest_layer) if is_full else use
+
+    def gathers(self, first: int, last: int, zero_stage: int) -> tuple[float, float]:
+        """Return the seconds of a micro-batch's gathers of weights and reductions of gradients: forward, and backward.
+
+        Each layer is gathered in both passes, and what is in no layer in the forward pass. Gradients are reduced in
+        float32. Stages 0 to 2 exchange them once per update (:meth:`update`).
+        """
+        if zero_stage < 3:
+            return 0.0, 0.0
+        s = self.sharing
+        link = self.cluster.link(s.dp, s.ep * s.sp * s.tp)
+        weights = float(sum(self.parameters(first, last)))
+        trained = weights - float(sum(self.frozen(first, last)))
+        size, num_layers = self.cluster.bytes_per_value, self._num_units - 1
+        start = link.alpha if s.dp > 1 else 0.0
+        of_layers = (num_layers - 1) * start + all_gather(s.dp, size * (weights - self._in_no_layer), link)
+        of_others = all_gather(s.dp, size * self._in_no_layer, link)
+        reductions = num_layers * start + reduce_scatter(s.dp, 4 * trained, link)
+        return of_layers + of_others, of_layers + reductions
 
     def most_in_flight(
         self, first: Any, last: Any, micro_batch: int, *, zero_stage: int, recompute: bool, room: float
@@ -274,12 +315,20 @@ class StageCosts:
         trained = (a - b for a, b in zip(self.parameters(first, last), self.frozen(first, last)))
         parameters, of_experts = map(float, trained)
         s, size = self.sharing, self.cluster.bytes_per_value
-        exchange = all_reduce(s.num_replicas, size * parameters, self.cluster.link(s.num_replicas, s.tp))
-        exchange += all_reduce(s.dp * s.sp, size * of_experts, self.cluster.link(s.dp * s.sp, s.ep))
-        is_sharded = zero_stage > 0
-        numbers = parameters / (s.num_replicas if is_sharded else 1) + of_experts / (s.dp * s.sp if is_sharded else 1)
+        # The ranks with the same weights, whose gradients a micro-batch has not reduced yet, and those that share the
+        # update; then the same of experts.
+        same, shares = s.num_replicas, s.num_replicas if zero_stage else 1
+        same_experts, shares_experts = s.dp * s.sp, s.dp * s.sp if zero_stage else 1
+        exchanged, stride = 1, s.ep
+        if zero_stage == 3:
+            same, same_experts = s.ep * s.sp, s.sp
+            shares = shares_experts = exchanged = s.dp
+            stride = s.tp
+        exchange = all_reduce(same, size * parameters / exchanged, self.cluster.link(same, s.tp))
+        exchange += all_reduce(same_experts, size * of_experts / exchanged, self.cluster.link(same_experts, stride))
+        numbers = parameters / shares + of_experts / shares_experts
         dense, experts = self._run(first, last)[_MATRIX_FLOPS:].tolist()
-        flops = dense / (s.num_replicas if is_sharded else 1) + experts / (s.dp * s.sp if is_sharded else 1)
+        flops = dense / shares + experts / shares_experts
         return exchange, numbers / self.cluster.update_rate + flops / (self.cluster.flops * self.cluster.efficiency)
 
 
