@@ -1,4 +1,4 @@
-"""This module turns a recipe's settings into the Trainer's arguments and optimizer."""
+"""This module turns a recipe's settings into the Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import accumulation_steps_to_keep, for_stages
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error
+from mindnlp_dp.optim.optimizer_by_name import OWN_OPTIMIZERS
 
 
 def training_arguments(config: ParallelConfig, mesh: dp.DeviceMesh, **more: Any) -> dp.DataParallelArguments:
@@ -21,8 +22,8 @@ def training_arguments(config: ParallelConfig, mesh: dp.DeviceMesh, **more: Any)
         EVAL_STRATEGY: "steps" if config.eval_steps else "epoch",
         "save_strategy": "steps" if config.save_steps else "no",
     }
-    if config.optimizer == "muon":
-        more["optim"] = "muon"
+    if config.optimizer in OWN_OPTIMIZERS:
+        more["optim"] = config.optimizer
     if metric := config.metric_to_keep:
         # The library compares models when it evaluates them, so they are saved then.
         when.update(
@@ -135,13 +136,3 @@ def _layers(text: str) -> Union[bool, str, list[str]]:
     """
     patterns = [part.strip() for part in text.split(",") if part.strip()]
     return patterns if len(patterns) > 1 else patterns[0] if patterns else True
-
-
-def build_optimizer(config: ParallelConfig, model: Any) -> Any:
-    """Return the optimizer of a job, or None for those that the Trainer makes from its arguments."""
-    if config.optimizer in ("adamw", "muon"):
-        return None
-    from mindnlp_dp.optim import LAMB, LARS, parameter_groups
-
-    kinds: dict[str, Any] = {"lamb": LAMB, "lars": LARS}
-    return kinds[config.optimizer](parameter_groups(model, config.weight_decay), lr=config.learning_rate)

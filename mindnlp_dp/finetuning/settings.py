@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar, get_type_hints
 
+from mindnlp_dp.optim.optimizer_by_name import OWN_OPTIMIZERS
 from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
 from mindnlp_dp.runtime.mesh_spec import parse_mesh
 
 # The name of the small models with random weights that the recipes train without a pretrained one.
 FROM_SCRATCH = "tiny"
-OPTIMIZERS = ("adamw", "muon", "lamb", "lars")
+OPTIMIZERS = ("adamw", *OWN_OPTIMIZERS)
 # MindNLP's; "cosine_with_min_lr" needs another setting, and is left out.
 SCHEDULES_OF_RATES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -161,13 +162,13 @@ class ParallelConfig(RunConfig):
         return self.save_best or ("loss" if self.early_stopping else "")
 
     def _check_fully_sharded(self, axes: list[str]) -> None:
-        others = [axis for axis in axes if axis not in ("dp", "fsdp", "sp")]
-        if self.param_dtype and others:
+        if self.param_dtype and [axis for axis in axes if axis not in ("dp", "fsdp", "sp")]:
             raise InputError(f"param_dtype with mesh={self.mesh}: it is for dp, fsdp and sp")
         if self.zero_stage != "3" and "fsdp" not in axes:
             return
         for name, is_wrong, expected in (
-            ("mesh", others, "it is for dp, fsdp and sp"),
+            ("mesh", "pp" in axes, "leave pp out"),
+            ("mesh", "fsdp" not in axes and {*axes} - {"dp"}, "name the ranks that have shards, as in fsdp=2,tp=2"),
             ("zero_stage", self.zero_stage not in ("auto", "3"), "fsdp is stage 3"),
             ("optimizer", self.optimizer != "adamw", "ranks have shards of matrices: use adamw"),
             ("compression", self.compression, "leave it out"),

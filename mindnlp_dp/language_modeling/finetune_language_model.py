@@ -25,7 +25,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.finetuning import results
 from mindnlp_dp.finetuning.early_checks import check_files
-from mindnlp_dp.finetuning.recipe_arguments import build_optimizer, callbacks, training_arguments
+from mindnlp_dp.finetuning.recipe_arguments import callbacks, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.language_modeling_task import (
@@ -128,7 +128,6 @@ def train(
         train_dataset=task.train,
         eval_dataset=task.test,
         data_collator=collator,
-        optimizers=(build_optimizer(config, model), None),
         callbacks=[recorder, *callbacks(config)],
     )
     if group.is_main:

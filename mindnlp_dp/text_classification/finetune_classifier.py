@@ -15,7 +15,7 @@ from pathlib import Path
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.finetuning.early_checks import check_files
-from mindnlp_dp.finetuning.recipe_arguments import build_optimizer, callbacks, training_arguments
+from mindnlp_dp.finetuning.recipe_arguments import callbacks, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.text_classification.classification_config import FinetuneConfig
@@ -78,7 +78,6 @@ def train(
         train_dataset=as_dataset(task.train),
         data_collator=trimmed if config.dynamic_padding else None,
         eval_dataset=as_dataset(task.test),
-        optimizers=(build_optimizer(config, model), None),
         compute_metrics=recorder.metrics,
         callbacks=[recorder, *callbacks(config)],
     )

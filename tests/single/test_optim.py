@@ -8,7 +8,8 @@ import pytest
 from library import is_0_5, nn
 
 import mindnlp_dp as dp
-from mindnlp_dp.optim import LAMB, LARS, parameter_groups, scaled_learning_rate, warmup_factor
+from mindnlp_dp.optim import LAMB, LARS, Muon, parameter_groups, scaled_learning_rate, warmup_factor
+from mindnlp_dp.optim.optimizer_by_name import OWN_OPTIMIZERS, make_optimizer
 from mindnlp_dp.optim.updater import MindNLPUpdater, MindSporeUpdater
 from models import tiny_roberta
 from stand_in_device import counted_host_reads
@@ -203,3 +204,22 @@ def test_gradients_whose_squared_norm_exceeds_float16_are_clipped():
     assert norm == pytest.approx(300.0)
     assert clipped.dtype == mindspore.float16
     np.testing.assert_allclose(clipped.asnumpy(), np.full(10_000, 0.3), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "kind"), zip(OWN_OPTIMIZERS, (Muon, LAMB, LARS)))
+def test_optimizers_are_made_by_name(tmp_path, name, kind):
+    """The Trainer's ``optim`` and ``optim_args``; weights of layers decay, biases do not."""
+    args = dp.DataParallelArguments(str(tmp_path), optim=name, optim_args="weight_decay=0.1", learning_rate=0.25)
+    assert args.optim == name
+    model = tiny_roberta()
+    optimizer = make_optimizer(
+        args.optim, model, learning_rate=args.learning_rate, weight_decay=0.3, settings="momentum=0.5" * (kind is LARS)
+    )
+    assert type(optimizer) is kind
+    groups = optimizer.param_groups
+    assert {group["lr"] for group in groups} == {0.25}
+    assert {group["weight_decay"] for group in groups} == {0.3, 0.0}
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    assert kind is not LARS or groups[0]["momentum"] == 0.5
+    with pytest.raises(ValueError, match="optim_args must be settings such as momentum=0.9,ns_steps=6, got 'momentum'"):
+        make_optimizer(args.optim, model, learning_rate=0.1, weight_decay=0.0, settings="momentum")

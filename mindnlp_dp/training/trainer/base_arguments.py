@@ -19,6 +19,7 @@ from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK
 from mindnlp_dp.kernels.dispatch import current_precision
+from mindnlp_dp.optim.optimizer_by_name import OWN_OPTIMIZERS
 from mindnlp_dp.optim.updater_factory import check_zero_stage
 from mindnlp_dp.parallel.mixed_precision import check_param_dtype
 from mindnlp_dp.runtime.recompute import RecomputeLayers, check_checkpointing_options, check_recompute
@@ -225,11 +226,10 @@ class DataParallelArgumentsBase(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._join_group()
-        # The libraries know no optimizer of this name.
         optim: Any = self.optim  # type: ignore[has-type]
-        self.optim = TrainingArguments.optim if optim == "muon" else optim
+        self.optim = TrainingArguments.optim if optim in OWN_OPTIMIZERS else optim
         super().__post_init__()
-        self.optim = optim if optim == "muon" else self.optim
+        self.optim = optim if optim in OWN_OPTIMIZERS else self.optim
 
     def _join_group(self) -> None:
         """Check that these settings are valid for several ranks, and set ``local_rank``."""

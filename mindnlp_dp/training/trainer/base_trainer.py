@@ -7,7 +7,6 @@ data, gradient exchange and evaluation are in other packages; what differs betwe
 from __future__ import annotations
 
 import abc
-import ast
 import contextlib
 import inspect
 import os
@@ -32,6 +31,7 @@ from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.data_parallel.synchronizer_base import Synchronizer
 from mindnlp_dp.kernels.dispatch import medium_precision
+from mindnlp_dp.optim.optimizer_by_name import OWN_OPTIMIZERS, make_optimizer
 from mindnlp_dp.parallel.distributed_model import DistributedModel, distributed_model_of, replicated_model_on_all_ranks
 from mindnlp_dp.parallel.mixed_precision import mixed_precision_of
 from mindnlp_dp.runtime.devices import is_on_cpu
@@ -387,18 +387,15 @@ class DataParallelTrainerBase(TrainerInterface):
         )
 
     def create_optimizer(self, *args: Any) -> Any:
-        """Create the optimizer that the arguments name; ``optim="muon"`` is :class:`~mindnlp_dp.optim.Muon`."""
+        """Create the optimizer that the arguments name: one of the library, or Muon, LAMB or LARS."""
         settings = self.args
-        if settings.optim != "muon" or self.optimizer is not None:  # type: ignore[has-type]
+        if settings.optim not in OWN_OPTIMIZERS or self.optimizer is not None:  # type: ignore[has-type]
             return super().create_optimizer(*args)  # type: ignore[misc]
-        # Importing MindNLP's optimizers takes seconds.
-        from mindnlp_dp.optim import Muon, muon_groups
-
-        options = {
-            "lr": settings.learning_rate, "betas": (settings.adam_beta1, settings.adam_beta2),
-            "adamw_eps": settings.adam_epsilon, "adjust_lr_fn": "match_rms_adamw", **_options_of(settings.optim_args),
-        }  # fmt: skip
-        self.optimizer = Muon(muon_groups(self.model, settings.weight_decay), **options)
+        self.optimizer = make_optimizer(
+            settings.optim, self.model, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay,
+            betas=(settings.adam_beta1, settings.adam_beta2), epsilon=settings.adam_epsilon,
+            settings=settings.optim_args,
+        )  # fmt: skip
         return self.optimizer
 
     def after_optimizer_step(self) -> None:
@@ -469,14 +466,3 @@ class DataParallelTrainerBase(TrainerInterface):
 
     def _load_best_model(self) -> None:
         self.distributed_model.read_weights(Path(self.state.best_model_checkpoint))
-
-
-def _options_of(optim_args: Optional[str]) -> dict[str, Any]:
-    """Return the settings in a text such as "momentum=0.9, adjust_lr_fn=original"."""
-    try:
-        call: Any = ast.parse(f"dict({optim_args or ''})", mode="eval").body
-        if call.args:
-            raise ValueError
-        return {each.arg: getattr(each.value, "id", None) or ast.literal_eval(each.value) for each in call.keywords}
-    except (SyntaxError, ValueError):
-        raise ValueError(f"optim_args must be settings such as momentum=0.9,ns_steps=6, got {optim_args!r}") from None
