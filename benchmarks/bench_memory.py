@@ -38,12 +38,15 @@ ranks, and by data parallelism on 2. The growth of a rank's peak resident memory
 of updates with one row (one for each rank of data parallelism); the time is of updates with as many rows as ranks, in
 which every rank computes as many tokens.
 
-With --zero3, the BERT trains with zero_stage=2 and zero_stage=3, in turns in one job of 2 ranks, on 512 tokens a rank.
+With --zero3, the growth of a rank's peak resident memory by the BERT with zero_stage=3, which no rank ever has in full,
+is compared with the sum of its parts: shards (of weights, two copies of gradients, two moments), the weights in no
+layer and their gradients, and two layers. Then the BERT trains with zero_stage=2 and 3, in turns in one job of 2 ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import statistics
@@ -72,8 +75,6 @@ from common import (
     run_job,
 )
 from train_bert import LABELS, LEARNING_RATE, MAX_NORM, make_bert
-
-from mindnlp_dp.runtime.mesh_spec import mesh_name
 
 RANKS = (1, 2, 4)
 LENGTH = 16
@@ -128,19 +129,20 @@ def make_roberta(num_layers: int, width: int) -> Any:
 
 
 def training(
-    make_model: Callable[[], Any], zero_stage: Any, *, recompute: Union[bool, int] = False
+    make_model: Callable[[], Any], zero_stage: Any, *, recompute: Union[bool, int] = False, weights: str = ""
 ) -> tuple[Any, Callable[..., Any]]:
     """Return a step of make_train_step, and a function that does one update on sequences of this rank, by default one.
 
-    Its arguments are the number of sequences and their length.
+    Its arguments are the number of sequences and their length. With a folder of ``weights``, no rank has all of them.
     """
     from mindnlp.core import optim
 
     import mindnlp_dp as dp
 
-    model = make_model()
+    with dp.empty_weights() if weights else contextlib.nullcontext():
+        model = make_model()
     if zero_stage == 3 and dp.get_process_group().world_size > 1:
-        dp.fully_shard(model)
+        dp.fully_shard(model, weights=weights or None)
     dp.enable_recompute(model, recompute)
     model.set_train(True)
     parameters = list(model.parameters())
@@ -185,7 +187,7 @@ def grown(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def step_times(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of updates on 4 x 128 tokens a rank with zero_stage=2 and 3, in turns."""
+    """Return the seconds of updates on rows of 128 tokens with zero_stage=2 and 3, in turns."""
     import mindnlp_dp as dp
 
     group = dp.init_process_group()
@@ -195,11 +197,40 @@ def step_times(args: argparse.Namespace) -> dict[str, Any]:
         for stage, update in updates.items():
             group.barrier()
             began = time.perf_counter()
-            update(4, 128)
+            update(args.rows, 128)
             group.barrier()
             if number >= 3:
                 seconds[str(stage)].append(time.perf_counter() - began)
     return seconds
+
+
+def save_bert(args: argparse.Namespace) -> None:
+    import mindnlp_dp as dp
+
+    dp.init_process_group()
+    make_bert().save_pretrained(args.model)
+
+
+def peak_of_shards(args: argparse.Namespace) -> dict[str, float]:
+    """Return the growth of a rank's peak memory in an update with zero_stage=3, and what it must have, in bytes."""
+    import mindnlp_dp as dp
+
+    group = dp.init_process_group()
+    _, update = training(lambda: make_bert(pretrained=None, **SMALL), 3)
+    update()
+    update()
+    before = resident_bytes()
+    step, update = training(make_bert, 3, weights=args.model)
+    for _ in range(3):
+        update()
+    reset_peak()
+    update()
+    peak = max(group.all_gather_object(peak_bytes() - before))
+    units = step.synchronizer.parameters[0].parallel.units.by_name
+    sizes = {name: sum(4 * math.prod(weight.shape) for weight in unit.weights) for name, unit in units.items()}
+    # Weights, gradients as they come and as they are added up, and two moments.
+    shards, root = 5 * sum(sizes.values()) / group.world_size, sizes.pop("")
+    return {"peak": peak, "shards": shards, "root": 2 * root, "layers": 2 * max(sizes.values())}
 
 
 def watch_stages(step: Any, done: Callable[[str], Any]) -> None:
@@ -417,6 +448,9 @@ def run_estimate(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_sequence(args: argparse.Namespace) -> dict[str, Any]:
     """Measure rows of several lengths with one rank, sequence parallelism and data parallelism."""
+    # Not above: PyTorch's own Python, which has no mindnlp_dp, imports this file.
+    from mindnlp_dp.runtime.mesh_spec import mesh_name
+
     names = {mesh_name(mesh): math.prod(mesh.values()) for mesh in SEQUENCE_MESHES}
     jobs: dict[str, Job] = {
         name: (job_of(__file__, "of_long_rows", num_ranks, "--mesh", name), {}) for name, num_ranks in names.items()
@@ -441,16 +475,29 @@ def run_sequence(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_zero3(args: argparse.Namespace) -> dict[str, Any]:
-    seconds = run_job(job_of(__file__, "step_times", 2, "--updates", 10 * args.updates))
+    cells, memory = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        run_job(job_of(__file__, "save_bert", 1, "--model", folder))
+        for num_ranks in args.ranks[1:]:
+            found = memory[num_ranks] = run_job(job_of(__file__, "peak_of_shards", num_ranks, "--model", folder))
+            expected = sum(found[part] for part in ("shards", "root", "layers"))
+            cells.append(
+                [num_ranks, *(f"{found[part] / 1e6:.0f}" for part in found), f"{expected / 1e6:.0f}",
+                 f"{found['peak'] / expected:.2f}"]
+            )  # fmt: skip
+    print(f"{machine()}; BERT, 22.7 million parameters, zero_stage=3, MB of the rank that needs most")
+    print_table(["ranks", "peak", "shards", "in no layer, twice", "two layers", "sum", "peak / sum"], cells)
+    seconds = run_job(job_of(__file__, "step_times", 2, "--updates", 10 * args.updates, "--rows", args.rows))
     ratio = median_ratio(seconds["3"], seconds["2"])
     medians = {stage: statistics.median(times) for stage, times in seconds.items()}
     print(
-        f"{machine()}; BERT, 22.7 million parameters, 2 ranks, 512 tokens a rank, {len(seconds['2'])} updates in turns"
+        f"{machine()}; BERT, 22.7 million parameters, 2 ranks, {128 * args.rows} tokens a rank, "
+        f"{len(seconds['2'])} updates in turns"
     )
     print_table(
         ["zero_stage", "s an update", "x"], [["2", f"{medians['2']:.2f}", ""], ["3", f"{medians['3']:.2f}", ratio]]
     )
-    return {"zero3": {"seconds": seconds, "ratio": ratio}}
+    return {"zero3": {"memory": memory, "seconds": seconds, "ratio": ratio}}
 
 
 def run_recompute(args: argparse.Namespace) -> dict[str, Any]:
@@ -529,7 +576,8 @@ if __name__ == "__main__":
         lambda args: CHOICES[next((name for name in CHOICES if getattr(args, name, False)), "all")](args),
         {
             "grown": grown, "large": train_large, "activations": activations, "grown_by_training": grown_by_training,
-            "of_long_rows": of_long_rows, "step_times": step_times,
+            "of_long_rows": of_long_rows, "step_times": step_times, "peak_of_shards": peak_of_shards,
+            "save_bert": save_bert,
         },
         repeats=3, torch=True, zero_stage={}, ids={"type": Path}, layers_recomputed={},
         ranks={"type": int, "nargs": "+", "default": RANKS, "help": "the last one is that of --large"},
@@ -537,7 +585,8 @@ if __name__ == "__main__":
         recompute={"action": "store_true", "help": "activations of a BERT, and recomputation, instead"},
         estimate={"action": "store_true", "help": "what mindnlp-dp estimate says of three models, instead"}, model={},
         sequence={"action": "store_true", "help": "rows of several lengths by sequence parallelism, instead"}, mesh={},
-        zero3={"action": "store_true", "help": "the time of zero_stage=2 and 3, instead"},
+        zero3={"action": "store_true", "help": "the memory of zero_stage=3, and its time and that of 2, instead"},
+        rows={"type": int, "default": 4, "help": "of 128 tokens on each rank, for --zero3"},
         layers={"type": int, "default": 24, "help": "of the RoBERTa"},
         width={"type": int, "default": 1024, "help": "of the RoBERTa"},
         updates={"type": int, "default": 3, "help": "of the RoBERTa; a tenth of those of --zero3"},

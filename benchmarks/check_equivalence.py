@@ -53,11 +53,15 @@ TASKS = {
     "class weights, BERT": "BertForSequenceClassification",
     "preferences (DPO), Llama": "LlamaForCausalLM",
     "resized embeddings, Llama": "LlamaForCausalLM",
+    "LoRA, GPT-2": "GPT2LMHeadModel",
+    "LoRA, T5": "T5ForConditionalGeneration",
+    "LoRA, Mixtral": "MixtralForCausalLM",
 }
 # By way, the mesh of a number of ranks; the other ways are data parallelism.
 MESHES = {
     "tp": {2: "tp=2", 4: "dp=2,tp=2"}, "pp": {2: "pp=2", 4: "dp=2,pp=2"},
-    "zero3": {2: "fsdp=2", 3: "fsdp=3", 4: "fsdp=4"},
+    "zero3": {2: "fsdp=2", 3: "fsdp=3", 4: "fsdp=4"}, "fsdp=2,tp=2": {4: "fsdp=2,tp=2"},
+    "fsdp=2,sp=2": {4: "fsdp=2,sp=2"},
     "sp=2": {2: "sp=2"}, "dp=2,sp=2": {4: "dp=2,sp=2"}, "sp=4": {4: "sp=4"}, "tp=2,sp=2": {4: "tp=2,sp=2"},
 }  # fmt: skip
 WAYS = ("Trainer", "custom loop", *MESHES)
@@ -120,6 +124,10 @@ def task_of(name: str, dropout: float) -> Task:
         if "router" in name:
             model.config.output_router_logits = True
             model.router_aux_loss_coef = 0.5
+        if name.startswith("LoRA"):
+            from tiny_transformers import with_lora
+
+            return with_lora(model, dropout)
         if "resized" in name:
             from library import set_seed
 

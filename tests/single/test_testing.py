@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,12 @@ def test_decorators_of_finds_those_of_the_test():
     source = "@core\ndef test_a():\n    pass\n\n\n@other(\n    1\n)\ndef test_b():\n    pass\n"
     assert decorators_of(source, "test_a") == "@core\n"
     assert decorators_of(source, "test_b") == "@other(\n    1\n)\n"
+
+
+def test_what_pytorchs_python_imports_of_the_benchmarks_needs_no_package_of_this_project():
+    """It is another environment, which --torch-python names."""
+    imported = set(re.findall(r"^    +from (\w+) import", (ROOT / "benchmarks" / "gloo.py").read_text(), re.M))
+    files = sorted(name for name in imported if (ROOT / "benchmarks" / f"{name}.py").exists() and name != "torch_llama")
+    assert "bench_memory" in files
+    code = f"import sys; sys.path.insert(0, 'benchmarks'); sys.modules['mindnlp_dp'] = None; import {', '.join(files)}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
