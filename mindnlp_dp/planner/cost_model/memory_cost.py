@@ -72,8 +72,8 @@ def memory_of(  # noqa: PLR0917
         tp: tensor-parallel devices.
         dp: data-parallel devices, over which ZeRO shards.
         zero_stage: the ZeRO stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights, of which
-            those that are in no layer, and those of one layer, are gathered, and the gradients of one layer are there
-            in full. Stage 3 shards over ``dp`` only.
+            those that are in no layer, and those of one layer, are gathered, and so are their gradients. Stage 3
+            shards over ``dp`` only.
         micro_batch: samples that the device processes at a time.
         recompute: whether layers keep only their inputs and repeat their forward passes before their backward passes.
         ep: expert-parallel devices, which have different samples, too.
@@ -122,11 +122,9 @@ def memory_of(  # noqa: PLR0917
 
 
 def with_gathered(use: MemoryUse, precision: str, in_no_layer: float, of_layer: float) -> MemoryUse:
-    """Return the memory with what stage 3 has in full: these weights, and the gradients of the layer."""
-    size = BYTES[precision][0]
-    return replace(
-        use, weights=use.weights + size * (in_no_layer + of_layer), gradients=use.gradients + size * of_layer
-    )
+    """Return the memory with what stage 3 has in full: these weights, and their gradients before they are reduced."""
+    in_full = BYTES[precision][0] * (in_no_layer + of_layer)
+    return replace(use, weights=use.weights + in_full, gradients=use.gradients + in_full)
 
 
 def parameters_by_unit(
