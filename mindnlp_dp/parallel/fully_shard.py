@@ -37,8 +37,8 @@ def fully_shard(
 
     Args:
         model: a MindNLP model, the same on every rank. Make its optimizer after this call.
-        mesh: a mesh with the axis "fsdp", "dp" for replicas of the shards, and "tp", "ep" or "sp", whose parts of
-            weights are sharded again; by default all ranks are on "fsdp".
+        mesh: a mesh with the axis "fsdp", "dp" for replicas of the shards, "sp", and "tp" or "ep", whose part of the
+            weights is sharded over "fsdp"; by default all ranks are on "fsdp".
         units: the modules that gather their weights together: the layers, as in :func:`~mindnlp_dp.enable_recompute`.
         keep_gathered: layers keep their weights until their backward pass: one gather less, and the memory of all.
         param_dtype: "bfloat16", on devices, or "float16": the type in which weights are gathered, and in which the

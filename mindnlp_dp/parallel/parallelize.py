@@ -94,9 +94,9 @@ def parallelize(
             error the model is sharded: build it again.
         units: what gathers its weights together on a mesh with the axis "fsdp" (:func:`~mindnlp_dp.fully_shard`).
         keep_gathered: whether these weights are kept from the forward to the backward pass.
-        param_dtype: "bfloat16", on devices, or "float16": the type in which the model computes, on a mesh of "dp" and
-            "fsdp". Each layer casts its weights; parameters, gradients between ranks and the optimizer's state stay in
-            float32.
+        param_dtype: "bfloat16", on devices, or "float16": the type in which the model computes, on a mesh of "dp",
+            "fsdp" and "sp". Each layer casts its weights; parameters, gradients between ranks and the optimizer's state
+            stay in float32.
         dry_run: change nothing, and return the edits that would give this rank its part of the model
             (:class:`~mindnlp_dp.parallel.model_edits.ModelEdits`); ``print`` shows them.
 

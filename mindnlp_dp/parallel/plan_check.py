@@ -19,7 +19,7 @@ from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.data.loss_weight import LossWeigher, loss_mean
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
-from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
+from mindnlp_dp.parallel.pipeline_parallel.pipeline_micro_batch import PipelineMicroBatch
 from mindnlp_dp.parallel.pipeline_parallel.stages import ReceivedActivations, StagePlaceholder
 from mindnlp_dp.parallel.sharded_model import ShardedModel
 from mindnlp_dp.runtime.arrays import to_host
@@ -99,7 +99,7 @@ class PlanCheck:
                 loss, gradients = _loss_and_gradients(model, parameters, self._batch)
             synchronizer.accumulate(gradients, 1.0 / parallel.loss_replication)
         else:
-            micro = MicroBatch(self._batch, lambda columns: _loss_of(model, columns), self._weight_of, seed=0)
+            micro = PipelineMicroBatch(self._batch, lambda columns: _loss_of(model, columns), self._weight_of, seed=0)
             for step in parallel.pipeline.run([micro], parameters):
                 loss = step.loss
                 synchronizer.accumulate(step.gradients or [], step.loss_weight / step.loss_replication)

@@ -23,7 +23,7 @@ from mindnlp_dp.data.loss_weight import checked_weight
 from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep, Synchronizer
 from mindnlp_dp.parallel.distributed_model import DistributedModel
-from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
+from mindnlp_dp.parallel.pipeline_parallel.pipeline_micro_batch import PipelineMicroBatch
 from mindnlp_dp.runtime.arrays import number_of
 from mindnlp_dp.runtime.devices import is_on_cpu
 from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, seeded, step_seed, update_key
@@ -140,7 +140,7 @@ class ForwardBackward:
             if loss_weight > 0:
                 own_seed = step_seed(seed, self.model.seed_rank, step, number)
                 batches.append(
-                    MicroBatch(
+                    PipelineMicroBatch(
                         inputs,
                         self.forward,
                         self.loss_weight_of,

@@ -245,12 +245,12 @@ def test_a_failed_checkpoint_write_is_raised_on_every_rank(group, shared_tmp_pat
 
 def test_a_failed_checkpoint_removal_is_raised_on_every_rank(group, shared_tmp_path, monkeypatch):
     """Only the writer removes it; the other ranks must not wait for a rank that has raised."""
-    from mindnlp_dp.training.trainer import resuming
+    from mindnlp_dp.training.trainer import saving
 
     def refuse(*args, **kwargs):
         raise PermissionError("the folder is read-only")
 
-    monkeypatch.setattr(resuming, "remove_old_checkpoints", refuse)
+    monkeypatch.setattr(saving, "remove_old_checkpoints", refuse)
     with pytest.raises(PermissionError, match="the folder is read-only"):
         train(tiny_roberta(), Rows(8), shared_tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1)
 

@@ -10,7 +10,7 @@ from stream_model import DeadlockError, LazyArray, Streams, StreamTransport
 
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
-from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
+from mindnlp_dp.parallel.pipeline_parallel.pipeline_micro_batch import PipelineMicroBatch
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
 from mindnlp_dp.parallel.pipeline_parallel.stage_messages import StageP2P
 from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
@@ -92,7 +92,8 @@ def run_update(mesh, schedule, num_micro_batches, *, matches_in_order=True, fail
             world = Group(streams, tuple(range(len(results))), rank, matches_in_order)
             pipeline = NumberedPipeline(DeviceMesh(sizes, world), schedule, streams, fails_at)
             batches = [
-                MicroBatch({"x": np.zeros((12, 2))}, None, lambda batch: 1.0, seed=0) for _ in range(num_micro_batches)
+                PipelineMicroBatch({"x": np.zeros((12, 2))}, None, lambda batch: 1.0, seed=0)
+                for _ in range(num_micro_batches)
             ]
             try:
                 steps = list(pipeline.run(batches, []))

@@ -24,7 +24,7 @@ from mindspore import _c_expression
 from mindnlp_dp.communication.p2p import ACTIVATIONS, GRADIENTS
 from mindnlp_dp.data_parallel.synchronizer_base import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
-from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, MicroBatchShard
+from mindnlp_dp.parallel.pipeline_parallel.pipeline_micro_batch import MicroBatchShard, PipelineMicroBatch
 from mindnlp_dp.parallel.pipeline_parallel.stage_messages import StageP2P, to_arrays, to_tensors
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, StageOutput
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedGradients, TiedParameter
@@ -118,7 +118,7 @@ class Pipeline:
     # An update.
 
     def run(
-        self, batches: Sequence[MicroBatch], parameters: Sequence[Any], span: Span = no_span
+        self, batches: Sequence[PipelineMicroBatch], parameters: Sequence[Any], span: Span = no_span
     ) -> Iterator[MicroStep]:
         """Run the micro-batches of an update through the pipeline; all stages of a row pass the same number of them.
 
@@ -192,14 +192,14 @@ class Pipeline:
     def _actions(self, num_micro_batches: int) -> deque[Action]:
         return deque(actions(self.schedule, self.stage, self.num_stages, num_micro_batches))
 
-    def _share(self, batch: MicroBatch, number: int) -> MicroBatchShard:
+    def _share(self, batch: PipelineMicroBatch, number: int) -> MicroBatchShard:
         return MicroBatchShard(batch, number, self.messages.rows_of_each(batch.num_rows), self._sharers.rank)
 
     def _computes(self, share: MicroBatchShard) -> bool:
         """Return whether this rank has rows to compute; the last stage skips rows of weight 0 (ignored tokens)."""
         return share.batch is not None and (share.part > 0 or not self._is_last)
 
-    def _abort(self, left: Iterable[Action], batches: Sequence[MicroBatch], *, waits: bool) -> None:
+    def _abort(self, left: Iterable[Action], batches: Sequence[PipelineMicroBatch], *, waits: bool) -> None:
         """Abort all messages left to send; if ``waits``, report the failure to the ranks that split the samples."""
         for kind, number in left:
             num_rows = batches[number].num_rows
@@ -259,7 +259,7 @@ class Pipeline:
             pynative_executor.set_grad_flag(False)
         return received, output
 
-    def _reports_losses(self, batch: MicroBatch) -> bool:
+    def _reports_losses(self, batch: PipelineMicroBatch) -> bool:
         """Return whether the ranks of this stage must sum their parts of the loss, or some do not receive it."""
         loss_replication = self._sharers.world_size
         return loss_replication > 1 and (self._is_last or batch.num_rows < loss_replication)

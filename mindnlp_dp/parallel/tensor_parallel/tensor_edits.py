@@ -22,12 +22,12 @@ from mindnlp_dp.parallel.placement import Placements
 from mindnlp_dp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RankLocalDropout,
-    ReplicatedDropout,
     RowParallelLinear,
     SharedInput,
     VocabularyParallelEmbedding,
     is_conv1d,
 )
+from mindnlp_dp.parallel.tensor_parallel.lora import check_no_adapters, dropouts_of_adapters, lora_styles
 from mindnlp_dp.runtime.adapters import is_lora
 from mindnlp_dp.runtime.random_state import SampleShard
 from mindnlp_dp.runtime.sharded_array import Shard
@@ -82,7 +82,7 @@ def tensor_parallel_edits(index: ModelIndex, plan: TensorPlan, placements: Place
         elif styles[name] == "vocab_parallel" and plan.head is None:
             new = functools.partial(GatheredHead, group=group)
         edits.append(Edit(index.names_of(module), module=new, placements=own))
-    dropouts = _dropouts_of_adapters(loras, styles, group)
+    dropouts = dropouts_of_adapters(loras, styles, group)
     if dropouts and placements.mesh.sizes["sp"] > 1:
         raise ValueError("tp and sp together do not support the dropout of adapters; set lora_dropout=0")
     return edits + dropouts
@@ -101,55 +101,18 @@ def rank_local_dropouts(index: ModelIndex, plan: TensorPlan, mesh: DeviceMesh) -
 
 
 def _styles(index: ModelIndex, plan: TensorPlan, loras: Mapping[str, Any]) -> dict[str, str]:
-    """Return the style of each sharded layer; in a layer with adapters, of the base layer and of one adapter matrix.
-
-    ``B @ A`` is added to a weight: where its rows (outputs) are sharded, so are those of B, and where its columns are,
-    so are those of A.
-    """
+    """Return the style of each sharded layer; in a layer with adapters, those of lora.py."""
     styles = {}
     for name, module in index.modules.items():
         style = first_match(plan.layers, name)
         if style is None or any(name.startswith(f"{layer}.") for layer in loras):
             continue
-        if name not in loras:
-            _check_no_adapters(name, module)
+        if name in loras:
+            styles.update(lora_styles(name, module, style))
+        else:
+            check_no_adapters(name, module)
             styles[name] = style
-            continue
-        _check_lora(name, module)
-        styles[f"{name}.base_layer"] = style
-        for adapter in module.lora_A:
-            styles[f"{name}.lora_A.{adapter}" if style == "rowwise" else f"{name}.lora_B.{adapter}"] = style
     return styles
-
-
-def _check_no_adapters(name: str, module: Any) -> None:
-    if hasattr(module, "modules_to_save"):
-        raise ValueError(
-            f"{name} is trained in full (modules_to_save of its PEFT configuration), which tp does not support; add it "
-            "to target_modules"
-        )
-    if hasattr(module, "base_layer"):
-        raise ValueError(f"{name} has adapters of the class {type(module).__name__}; tp shards those of LoRA only")
-
-
-def _check_lora(name: str, layer: Any) -> None:
-    if len(layer.lora_embedding_A):
-        raise ValueError(f"{name} is an embedding with LoRA adapters, which tp does not support; leave it out")
-    if any(getattr(layer, "use_dora", {}).values()):
-        raise ValueError(f"{name} has adapters of DoRA, whose norms tp does not support; set use_dora=False")
-
-
-def _dropouts_of_adapters(loras: Mapping[str, Any], styles: Mapping[str, str], group: ProcessGroup) -> list[Edit]:
-    """Return edits for the dropout of adapters, whose input is sharded if the base layer is sharded by its inputs."""
-    edits = []
-    for name, layer in loras.items():
-        style = styles.get(f"{name}.base_layer")
-        for adapter, module in layer.lora_dropout.items():
-            if style is not None and isinstance(module, nn.Dropout):
-                sharded = functools.partial(RankLocalDropout, group=group, is_dropout=True, by_width=True)
-                forward = sharded if style == "rowwise" else ReplicatedDropout
-                edits.append(Edit((f"{name}.lora_dropout.{adapter}",), forward=forward))
-    return edits
 
 
 def _per_rank_sizes(index: ModelIndex, plan: TensorPlan, group: ProcessGroup) -> Iterator[tuple[str, dict[str, int]]]:

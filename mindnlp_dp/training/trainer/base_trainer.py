@@ -47,7 +47,8 @@ from mindnlp_dp.training.trainer.mindnlp_trainer import (
     TrainerCallback,
     TrainingArguments,
 )
-from mindnlp_dp.training.trainer.resuming import load_run, save_module, save_parts
+from mindnlp_dp.training.trainer.resuming import load_run
+from mindnlp_dp.training.trainer.saving import save_module, save_parts
 from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
 from mindnlp_dp.training.trainer.training_loop import TrainingLoop

@@ -20,7 +20,7 @@ from mindnlp_dp.runtime.arrays import number_of, to_host
 from mindnlp_dp.training.trainer.base_trainer import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
-from mindnlp_dp.training.trainer.resuming import save_checkpoint
+from mindnlp_dp.training.trainer.saving import save_checkpoint
 from mindnlp_dp.training.trainer.trackers import TrackerCallback, tracker_names
 
 

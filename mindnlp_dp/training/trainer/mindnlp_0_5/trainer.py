@@ -20,7 +20,7 @@ from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.training.trainer.base_trainer import NOT_CALLED, DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_5.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import PreTrainedModel, Trainer, TrainerState
-from mindnlp_dp.training.trainer.resuming import save_checkpoint
+from mindnlp_dp.training.trainer.saving import save_checkpoint
 
 
 def _check_labels(samples: Sequence[Mapping[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from mindnlp_dp.data.batches import num_rows_of, rows_of, streams_of
 from mindnlp_dp.runtime.random_state import MaskRecord
 
 
-class MicroBatch:
+class PipelineMicroBatch:
     """One micro-batch of a pipeline.
 
     Args:
@@ -71,7 +71,9 @@ class MicroBatchShard:
         first_call: number of this stage's first dropout call.
     """
 
-    def __init__(self, micro: MicroBatch, number: int, rows_of_each: Sequence[tuple[int, int]], place: int) -> None:
+    def __init__(
+        self, micro: PipelineMicroBatch, number: int, rows_of_each: Sequence[tuple[int, int]], place: int
+    ) -> None:
         self.micro, self.number = micro, number
         self.batch, self.part, self.first_call = micro.batch, 1.0, 0
         if len(rows_of_each) > 1:
