@@ -16,7 +16,7 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations")
 
 
 def _stages_of(mesh: dict[str, Size]) -> tuple[int, ...]:
-    """Return the ZeRO stages that differ on a mesh; the third is for data parallelism alone."""
+    """Return the ZeRO stages that differ on a mesh; the third is for data parallelism alone, and for "fsdp"."""
     if "fsdp" in mesh:
         return _ZERO_STAGES[3:]
     if set(mesh) <= {"tp", "pp"} or mesh == {"dp": 1}:

@@ -160,11 +160,16 @@ def parameter_memory(
         raise ValueError(f"precision must be one of {', '.join(BYTES)}, got {precision!r}")
     kinds: list[float] = []
     for size, divided_from in zip(BYTES[precision], (3, 2, 1)):
-        is_sharded = zero_stage >= divided_from
         dense, experts = (
             (parameters, expert_parameters) if not kinds else (parameters - frozen, expert_parameters - frozen_experts)
         )
-        kinds.append(size * (dense / (dp * ep if is_sharded else 1) + experts / (dp if is_sharded else 1)))
+        needed = size * (dense + experts)
+        if zero_stage >= divided_from:
+            shards = size * (dense / (dp * ep) + experts / dp)
+            # Stage 2 shards the gradients that are exchanged, and not those of the backward pass.
+            is_half = divided_from == zero_stage == 2 and precision == "float32"
+            needed = (needed + shards) / 2 if is_half else shards
+        kinds.append(needed)
     shares = (dp * ep, dp) if zero_stage else (1, 1)
     kinds[2] -= sum(4 * numel / share for numel, share in zip(matrices, shares))
     return MemoryUse(kinds[0], kinds[1], kinds[2], activations)
