@@ -108,7 +108,7 @@ class ParallelConfig(RunConfig):
 
     check: bool = setting(False, "check the settings and the files, without MindSpore, and do nothing else")
     micro_batch_size: int = setting(0, "samples of a rank in one backward pass; 0: global_batch_size / ranks")
-    mesh: str = setting("", "how ranks divide the work: dp=2,tp=2, or by stage pp=2,dp=2|1,tp=1|2; empty: dp alone")
+    mesh: str = setting("", "how ranks share the work: dp=2,tp=2, fsdp=4, or by stage pp=2,dp=2|1,tp=1|2; empty: dp")
     pipeline_schedule: str = setting("1f1b", "schedule of the pipeline stages (pp): 1f1b, gpipe or eager-1f1b")
     pipeline_layers: str = setting("", "number of layers of each stage, such as 5,7; empty: split evenly")
     check_plan: bool = setting(False, "before training with a mesh, compare a batch with the whole model on each rank")
@@ -172,7 +172,7 @@ class ParallelConfig(RunConfig):
             ("zero_stage", self.zero_stage not in ("auto", "3"), "fsdp is stage 3"),
             ("optimizer", self.optimizer != "adamw", "ranks have shards of matrices: use adamw"),
             ("compression", self.compression, "leave it out"),
-            ("check_plan", self.check_plan, "there is no plan: leave it out"),
+            ("check_plan", self.check_plan, "it is not supported with shards: leave it out"),
         ):
             if is_wrong:
                 raise InputError(f"sharded weights (zero_stage=3, fsdp) with {name}={getattr(self, name)}: {expected}")

@@ -159,6 +159,6 @@ def test_a_callback_without_load_state_dict_is_refused():
 
 @pytest.mark.parametrize("kind", [TrainingArguments, dp.DataParallelArguments])
 def test_an_unknown_optimizer_is_refused_with_the_list_of_known_ones(tmp_path, kind):
-    message = r"optim='adafactor': MindNLP 0.4.1 has 'adamw' or 'sgd', and mindnlp_dp 'muon',.* optimizers=\(opt"
+    message = r"optim='adafactor': MindNLP 0.4.1 has 'adamw' or 'sgd', and mindnlp_dp adds 'muon',.* optimizers=\(opt"
     with pytest.raises(ValueError, match=message):
         kind(str(tmp_path), optim="adafactor")

@@ -337,7 +337,7 @@ def test_the_topics_of_the_python_manual_are_split_into_train_and_test():
         (["--mesh", "fsdp=2", "--zero-stage", "2"], "with zero_stage=2: fsdp is stage 3"),
         (["--zero-stage", "3", "--optimizer", "lamb"], "with optimizer=lamb: ranks have shards"),
         (["--zero-stage", "3", "--compression", "powersgd"], "with compression=powersgd: leave it out"),
-        (["--mesh", "dp=2,fsdp=2", "--check-plan"], "with check_plan=True: there is no plan"),
+        (["--mesh", "dp=2,fsdp=2", "--check-plan"], "with check_plan=True: it is not supported with shards"),
         (["--zero-stage", "4"], "zero_stage must be one of"),
     ],
 )

@@ -85,8 +85,8 @@ def _names_of_optimizers(module: types.ModuleType) -> Iterator[None]:
     def missing(cls: Any, value: Any) -> Any:
         names = " or ".join(repr(member.value) for member in cls)
         raise ValueError(
-            f"optim={value!r}: MindNLP 0.4.1 has {names}, and mindnlp_dp 'muon', 'lamb' or 'lars'; make any other "
-            "optimizer yourself, and pass it to the Trainer: optimizers=(optimizer, None)"
+            f"optim={value!r}: MindNLP 0.4.1 has {names}, and mindnlp_dp adds 'muon', 'lamb' and 'lars'; make any "
+            "other optimizer yourself, and pass it to the Trainer: optimizers=(optimizer, None)"
         )
 
     module.OptimizerNames._missing_ = classmethod(missing)
