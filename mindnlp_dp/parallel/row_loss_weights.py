@@ -39,6 +39,15 @@ class RowLossWeights:
         """
         return self._totals[axes] if axes else self._own
 
+    def factor(self, axes: Axes) -> float:
+        """Return what the gradient of this rank's loss is multiplied by, if it is already summed over these axes.
+
+        Outside of a micro-step every rank has a weight of 1.
+        """
+        if not self._is_in_step:
+            return float(self._groups[axes].world_size) if axes else 1.0
+        return self.total(axes)
+
     def share(self, axes: Axes) -> float:
         """Return this rank's fraction of the total; outside of a micro-step those of all ranks are equal."""
         if not self._is_in_step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings
 import weakref
@@ -33,6 +34,7 @@ __all__ = ["one_mesh_at_a_time"]
 WORLD_SIZE = dp.get_process_group().world_size
 pytestmark = pytest.mark.skipif(WORLD_SIZE == 1, reason="one rank has nothing to shard")
 needs_four = pytest.mark.skipif(WORLD_SIZE != 4, reason="needs four ranks")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 KINDS = ["roberta", "llama", "gpt2", "llama, tied", "t5", "mixtral", "bert", "masked", *DECODERS]
 
 
@@ -268,7 +270,8 @@ def test_shards_of_weights_with_shards_of_rows(group, kind):
 @pytest.mark.core
 @needs_four
 @pytest.mark.parametrize(
-    "kind", ["llama", "llama, tied", "roberta", "gpt2", "t5", "masked", f"llama{LORA}", f"gpt2{LORA}", "mixtral"]
+    "kind",
+    ["llama", "t5", f"gpt2{LORA}", "mixtral", *map(slow, ["llama, tied", "roberta", "gpt2", "masked", f"llama{LORA}"])],
 )
 def test_shards_of_the_parts_of_tensor_parallelism(group, kind):
     assert_trains_the_same_on({"fsdp": 2, "tp": 2}, kind)
@@ -278,7 +281,7 @@ def test_shards_of_the_parts_of_tensor_parallelism(group, kind):
 @needs_mpi
 @needs_four
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("mesh", [{"fsdp": 2, "ep": 2}, {"ep": 2, "fsdp": 2}])
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "ep": 2}, slow({"ep": 2, "fsdp": 2})])
 def test_shards_of_experts(group, kind, mesh):
     assert_trains_the_same_on(mesh, kind)
 
@@ -286,9 +289,9 @@ def test_shards_of_experts(group, kind, mesh):
 @pytest.mark.core
 @needs_mpi
 @needs_four
-@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"fsdp": 2, "ep": 2}])
-@pytest.mark.parametrize("trains_experts_only", [False, True])
-def test_ranks_whose_experts_get_no_tokens_make_the_collectives_of_the_others(group, sizes, trains_experts_only):
+@pytest.mark.parametrize("sizes", [slow({"dp": 2, "ep": 2}), {"fsdp": 2, "ep": 2}])
+@pytest.mark.parametrize("trained", ["everything", "only the experts", "all but the experts"])
+def test_ranks_whose_experts_get_no_tokens_make_the_collectives_of_the_others(group, sizes, trained):
     """Half of the ranks send all of their tokens to one expert, and the others to an expert of another rank."""
 
     def make():
@@ -300,12 +303,14 @@ def test_ranks_whose_experts_get_no_tokens_make_the_collectives_of_the_others(gr
         for layer in model.model.layers:
             layer.block_sparse_moe.gate.weight.assign_value(Tensor(gate))
         for name, parameter in model.named_parameters():
-            parameter.requires_grad = not trains_experts_only or ".experts." in name
+            parameter.requires_grad = trained == "everything" or (".experts." in name) == (
+                trained == "only the experts"
+            )
         return model
 
     ids = np.repeat([[3], [3], [4], [4]], 4, axis=1)
 
-    def trained(model, first, last, group=None):
+    def weights_after(model, first, last, group=None):
         model.set_train(True)
         parameters = [p for p in model.parameters() if p.requires_grad]
         step = dp.make_train_step(
@@ -317,10 +322,10 @@ def test_ranks_whose_experts_get_no_tokens_make_the_collectives_of_the_others(gr
         return whole_weights(model)
 
     with alone() as single:
-        expected = trained(make(), 0, 4, single)
+        expected = weights_after(make(), 0, 4, single)
     dp.init_device_mesh(sizes)
     model = dp.parallelize(make())
-    found = trained(model, group.rank, group.rank + 1)
+    found = weights_after(model, group.rank, group.rank + 1)
     # Of the sixteen experts of a row of ranks, one got all tokens.
     assert all(np.count_nonzero(load.tokens) == 1 for load in model.parallel.loads())
     assert relative_difference(found, expected, whole_weights(make())) < 1e-5
@@ -428,7 +433,7 @@ def assert_resumes(group, folder, first, second, **settings):
 
 
 @needs_four
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_sharded", [slow(False), True])
 def test_a_run_on_two_kinds_of_shards_is_resumed_with_one_or_none(group, shared_tmp_path, is_sharded):
     """The global batch is that of two ranks with samples, on each mesh."""
 
@@ -565,6 +570,9 @@ def test_what_fully_sharded_models_cannot_do_is_refused(group):
         dp.enable_recompute(model, "attention.self")
     with pytest.raises(ValueError, match="is sharded already"):
         dp.fully_shard(model)
+    mixture = build("mixtral")
+    with pytest.raises(ValueError, match=r"names model.layers.0.block_sparse_moe.experts.0, .* name whole layers"):
+        dp.fully_shard(mixture, units="experts.*")
     for units in (True, "nothing"):
         with pytest.raises(ValueError, match=rf"ConvNet has no layers units={units!r} that gather .*, or False to"):
             dp.fully_shard(ConvNet(), units=units)

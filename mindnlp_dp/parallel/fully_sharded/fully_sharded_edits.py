@@ -55,6 +55,11 @@ def fully_sharded_edits(
             f"{type(model).__name__} has no layers units={layers!r} that gather their weights in turn; call mindnlp_dp."
             "fully_shard(model, units=...) with patterns of module names, or False to gather all weights at once"
         ) from error
+    if within := next((name for name in chosen if "experts" in name.split(".")), None):
+        raise ValueError(
+            f"units={layers!r} names {within}, and a rank calls only the experts that get tokens, while others would "
+            "wait for it; name whole layers"
+        )
     unit_of = {id(m): name for name, layer in chosen.items() for m in layer.modules()}
     paths: dict[int, list[tuple[str, str]]] = {}
     for path, module in index.unique():

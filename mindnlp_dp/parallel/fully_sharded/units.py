@@ -209,7 +209,7 @@ class Unit:
         mine = [number for number in numbers if number in found]
         if mine:
             places, theirs = [numbers.index(number) for number in mine], [found[number] for number in mine]
-            loss_weights = [self.units.loss_weights.total(self.weights[number].summed_over) for number in mine]
+            loss_weights = [self.units.loss_weights.factor(self.weights[number].summed_over) for number in mine]
             found.update(zip(mine, self.exchange.reduce(places, theirs, loss_weights)))
         return list(found.values())
 

@@ -119,8 +119,7 @@ class ExpertParallelBlock(nn.Module):
         if not outputs:
             # An expert runs on every rank, so that ranks make the same collectives in the same order in the backward
             # pass, too.
-            row = self.experts[self._first](mindspore.ops.zeros((1, rows.shape[-1]), rows.dtype))
-            return _WithGraphOf.apply(rows, row)
+            return _WithGraphOf.apply(rows, self.experts[self._first](_RowOfZeros.apply(rows)))
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
         return _taken(ops.cat(outputs, 0), places)
@@ -164,6 +163,20 @@ def _taken(x: Tensor, rows: np.ndarray) -> Tensor:
     if len(rows) == 0:
         return x[:0]
     return functional.embedding(from_numpy(rows.astype(np.int64)), x)
+
+
+class _RowOfZeros(_Function):
+    """Returns a row of zeros in place of none; it depends on them, so that an operator on it has a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, none: Tensor) -> Tensor:
+        row = mindspore.ops.zeros((1, none.shape[-1]), none.dtype)
+        ctx.none = row[:0]
+        return row
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.none
 
 
 class _WithGraphOf(_Function):
