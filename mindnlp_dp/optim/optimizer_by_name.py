@@ -25,8 +25,9 @@ def make_optimizer(
     """Return one of ``OWN_OPTIMIZERS`` for the parameters of a model.
 
     Args:
-        betas, epsilon: of Muon's AdamW, which updates what is no matrix of a layer; LAMB and LARS have their own.
-        settings: more arguments of the optimizer, such as "momentum=0.9, ns_steps=6".
+        betas: of LAMB, and of Muon's AdamW, which updates what is no matrix of a layer.
+        epsilon: of that AdamW; LAMB and LARS have their own.
+        settings: more arguments of the optimizer, such as "momentum=0.9, ns_steps=6", which replace these.
 
     Raises:
         ValueError: ``settings`` cannot be read.
@@ -34,12 +35,12 @@ def make_optimizer(
     # Importing MindNLP's optimizers takes seconds.
     from mindnlp_dp.optim import LAMB, LARS, Muon, muon_groups, parameter_groups
 
-    more = _arguments_in(settings)
+    given = {"lr": learning_rate, **_arguments_in(settings)}
     if name == "muon":
-        options = {"betas": betas, "adamw_eps": epsilon, "adjust_lr_fn": "match_rms_adamw", **more}
-        return Muon(muon_groups(model, weight_decay), lr=learning_rate, **options)
-    kind = {"lamb": LAMB, "lars": LARS}[name]
-    return kind(parameter_groups(model, weight_decay), lr=learning_rate, **more)
+        options = {"betas": betas, "adamw_eps": epsilon, "adjust_lr_fn": "match_rms_adamw", **given}
+        return Muon(muon_groups(model, weight_decay), **options)
+    groups = parameter_groups(model, weight_decay)
+    return LAMB(groups, **{"betas": betas, **given}) if name == "lamb" else LARS(groups, **given)
 
 
 def _arguments_in(settings: Optional[str]) -> dict[str, Any]:

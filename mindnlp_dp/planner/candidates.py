@@ -83,9 +83,8 @@ class Candidates:
         return self._costs[key]
 
     def zero(self, sharing: StageParallelism) -> int:
-        if self.zero_stage == 3 and sharing.dp == 1:
-            return 0
-        if self.zero_stage is not None:
+        # With one shard there is nothing to gather.
+        if self.zero_stage is not None and (self.zero_stage < 3 or sharing.dp > 1):
             return self.zero_stage
         return 1 if sharing.num_replicas > 1 else 0
 
@@ -98,8 +97,8 @@ class Candidates:
         n = self.cluster.num_devices
         for pp, sharing in meshes(self.model, n, self.batch, len(firsts), self.reject):
             name = mesh_name(sharing.mesh(pp))
-            if pp > 1 and self.zero_stage == 3:
-                self.reject(name, "zero_stage=3 with pp is not supported")
+            if problem := _stage_3_problem(self.model, pp, sharing) if self.zero_stage == 3 else "":
+                self.reject(name, problem)
                 continue
             least_short = math.inf
             found = False
@@ -326,6 +325,15 @@ def tensor_problem(model: Model, tp: int) -> str:
         for o in model.graph.operators:
             if o.kind == "matmul" and (o.width_in % tp or o.width_out % tp):
                 return f"{tp} does not divide a width of {o.name}"
+    return ""
+
+
+def _stage_3_problem(model: Model, pp: int, sharing: StageParallelism) -> str:
+    """Return why weights cannot be sharded over the data-parallel devices; "" if they can."""
+    if pp > 1:
+        return "zero_stage=3 with pp is not supported"
+    if sharing.dp > 1 and any(o.matrices for o in model.graph.operators):
+        return "Muon needs full matrices, and with zero_stage=3 each rank would have a shard of them"
     return ""
 
 

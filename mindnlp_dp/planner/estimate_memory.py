@@ -40,6 +40,8 @@ def estimate(
         ValueError: the sizes do not fit together.
     """
     zero_stage = 3 if "fsdp" in mesh else zero_stage
+    if zero_stage == 3 and mesh.get("pp", 1) != 1:
+        raise ValueError(f"zero_stage=3 with pp is not supported, got {dict(mesh)}")
     stages, firsts = stages_of_mesh(mesh), layers_of(model, len(model.split_points) + 1)
     pp = len(stages)
     for sharing in stages:

@@ -106,6 +106,8 @@ def predict(
     """
     zero_stage = 3 if "fsdp" in mesh else zero_stage
     stages = stages_of_mesh(mesh)
+    if zero_stage == 3 and len(stages) > 1:
+        raise ValueError(f"zero_stage=3 with pp is not supported, got {dict(mesh)}")
     pp, rows = len(stages), math.gcd(*(sharing.num_data for sharing in stages))
     total = micro_batch * rows
     if micro_batch < 1:

@@ -209,7 +209,7 @@ def test_gradients_whose_squared_norm_exceeds_float16_are_clipped():
 @pytest.mark.parametrize(("name", "kind"), zip(OWN_OPTIMIZERS, (Muon, LAMB, LARS)))
 def test_optimizers_are_made_by_name(tmp_path, name, kind):
     """The Trainer's ``optim`` and ``optim_args``; weights of layers decay, biases do not."""
-    args = dp.DataParallelArguments(str(tmp_path), optim=name, optim_args="weight_decay=0.1", learning_rate=0.25)
+    args = dp.DataParallelArguments(str(tmp_path), optim=name, optim_args="lr=0.5", learning_rate=0.25)
     assert args.optim == name
     model = tiny_roberta()
     optimizer = make_optimizer(
@@ -221,5 +221,7 @@ def test_optimizers_are_made_by_name(tmp_path, name, kind):
     assert {group["weight_decay"] for group in groups} == {0.3, 0.0}
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     assert kind is not LARS or groups[0]["momentum"] == 0.5
+    again = make_optimizer(name, model, learning_rate=0.25, weight_decay=0.3, settings=args.optim_args)
+    assert {group["lr"] for group in again.param_groups} == {0.5}
     with pytest.raises(ValueError, match="optim_args must be settings such as momentum=0.9,ns_steps=6, got 'momentum'"):
         make_optimizer(args.optim, model, learning_rate=0.1, weight_decay=0.0, settings="momentum")

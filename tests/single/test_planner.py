@@ -625,8 +625,17 @@ def test_a_plan_with_stage_3_prices_gathers_and_shards_the_weights(tmp_path):
     plans = plan(model, cluster, 32, zero_stage=3)
     assert {"zero_stage=3 with pp is not supported"} == {r.why for r in plans.rejected if r.what.startswith("pp=")}
     assert {tuple(sorted(found.mesh)) for found in plans} >= {("fsdp",), ("fsdp", "tp"), ("fsdp", "sp")}
-    # Where no ranks have the same weights, there is nothing to shard.
-    assert {found.zero_stage for found in plans if "fsdp" not in found.mesh} == {0}
+    # Where no data-parallel ranks have the same weights, there is nothing to shard over them.
+    assert {found.zero_stage for found in plans if "fsdp" not in found.mesh} <= {0, 1}
+    assert estimate(model, 32, {"fsdp": 1, "tp": 2}) == estimate(model, 32, {"tp": 2})
+    with pytest.raises(ValueError, match="zero_stage=3 with pp is not supported"):
+        predict(model, cluster, 32, {"dp": 2, "pp": 2}, 4, zero_stage=3)
+    muon = plan(load_model(TINY, optimizer="muon"), cluster, 32, zero_stage=3)
+    assert all("fsdp" not in found.mesh for found in muon)
+    assert any("Muon needs full matrices, and with zero_stage=3" in r.why for r in muon.rejected)
+    # Frozen weights are gathered, and have no gradients.
+    frozen = estimate(load_model(TINY, lora_rank=2), 32, {"fsdp": 4})
+    assert frozen.gradients < frozen.weights / 10
     flags = shlex.split(launch_command(plan(load_model("roberta-base"), cluster, 32, zero_stage=3)[0], plans) or "")
     assert "fsdp=4" in flags
 

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, choose_shardings, layouts
 from mindnlp_dp.planner.profiles.cluster_profile import Link
@@ -113,35 +113,44 @@ def memory_of(  # noqa: PLR0917
         activations = micro_batch * (in_flight * sum(kept) + max(again, default=0.0))
     else:
         activations = micro_batch * in_flight * sum(kept)
+    # One shard is the weight.
+    zero_stage = 0 if zero_stage == 3 and dp == 1 else zero_stage
     dp, ep = (dp, 1) if zero_stage == 3 else (dp * sp, ep)
     use = parameter_memory(
         numbers[False], numbers[True], frozen[False], frozen[True], dp=dp, ep=ep, zero_stage=zero_stage,
         precision=precision, activations=activations, matrices=matrices,
     )  # fmt: skip
-    return with_gathered(use, precision, *parameters_by_unit(model, operators, roles, n)) if zero_stage == 3 else use
+    return with_gathered(use, precision, in_full_at_once(model, operators, roles, n)) if zero_stage == 3 else use
 
 
-def with_gathered(use: MemoryUse, precision: str, in_no_layer: float, of_layer: float) -> MemoryUse:
-    """Return the memory with what stage 3 has in full: these weights, and their gradients before they are reduced."""
-    in_full = BYTES[precision][0] * (in_no_layer + of_layer)
-    return replace(use, weights=use.weights + in_full, gradients=use.gradients + in_full)
+class InFull(NamedTuple):
+    """How many parameters of a device stage 3 has in full: in no layer, in the largest layer; of both, the trained."""
+
+    in_no_layer: float
+    in_layer: float
+    trained: float
 
 
-def parameters_by_unit(
-    model: Model, operators: Sequence[Operator], roles: Mapping[str, str], n: int
-) -> tuple[float, float]:
-    """Return how many parameters of a device are in no layer, and in the largest layer, which stage 3 gathers.
+def with_gathered(use: MemoryUse, precision: str, in_full: InFull) -> MemoryUse:
+    """Return the memory with what stage 3 has in full: weights, and their gradients before they are reduced."""
+    size = BYTES[precision][0]
+    weights = use.weights + size * (in_full.in_no_layer + in_full.in_layer)
+    return replace(use, weights=weights, gradients=use.gradients + size * in_full.trained)
 
-    ``n`` devices have parts of the operators that their roles split.
-    """
+
+def in_full_at_once(model: Model, operators: Sequence[Operator], roles: Mapping[str, str], n: int) -> InFull:
+    """Return what stage 3 gathers at most; ``n`` devices have parts of the operators that their roles split."""
     layer_of = dict(zip((o.name for o in model.graph.operators), recomputed_layers(model)))
     numbers: dict[Optional[int], float] = {None: 0.0}
+    trained: dict[Optional[int], float] = {None: 0.0}
     for operator in operators:
         if operator.tied_to is None:
-            layer = layer_of[operator.name]
-            parts = n if roles[operator.name] in _CUT else 1
+            layer, parts = layer_of[operator.name], n if roles[operator.name] in _CUT else 1
             numbers[layer] = numbers.get(layer, 0.0) + operator.parameters / parts
-    return numbers.pop(None), max(numbers.values(), default=0.0)
+            trained[layer] = trained.get(layer, 0.0) + (operator.parameters - operator.frozen) / parts
+    in_no_layer, trained_in_no_layer = numbers.pop(None), trained.pop(None)
+    most, most_trained = (max(of_layers.values(), default=0.0) for of_layers in (numbers, trained))
+    return InFull(in_no_layer, most, trained_in_no_layer + most_trained)
 
 
 def parameter_memory(

@@ -17,9 +17,9 @@ import numpy as np
 from mindnlp_dp.planner.cost_model.memory_cost import (
     MemoryUse,
     entering_values,
+    in_full_at_once,
     layer_inputs,
     parameter_memory,
-    parameters_by_unit,
     recomputed_layers,
     saved_of,
     strategies_of,
@@ -199,7 +199,7 @@ class StageCosts:
         self.entering = size * _entering(self.model, tuple(firsts))
         self._place_of = {o.name: layer for layer, (a, b) in enumerate(zip(bounds, bounds[1:])) for o in operators[a:b]}
         self._tied = [self._tied_in(a, b, roles, n) for a, b in zip(bounds, bounds[1:])]
-        self._in_no_layer, self._largest_layer = parameters_by_unit(model, operators, roles, n)
+        self._in_full = in_full_at_once(model, operators, roles, n)
         self._num_units = len(set(layers))
 
     def _tied_in(self, first: int, end: int, roles: dict[str, str], n: int) -> list[tuple[str, float, float]]:
@@ -268,13 +268,14 @@ class StageCosts:
             kept, peak = self.recomputed(first, last, micro_batch)
             activations = in_flight * float(kept) + float(peak)
         numbers = (float(x) for x in (*self.parameters(first, last), *self.frozen(first, last)))
-        s, is_full = self.sharing, zero_stage == 3
+        s, is_full = self.sharing, zero_stage == 3 and self.sharing.dp > 1
+        zero_stage = zero_stage if is_full or zero_stage < 3 else 0
         dp, ep = (s.dp, 1) if is_full else (s.dp * s.sp, s.ep)
         use = parameter_memory(
             *numbers, dp=dp, ep=ep, zero_stage=zero_stage, precision=self.cluster.precision,
             activations=activations, matrices=self._run(first, last)[_MATRICES:_MATRIX_FLOPS].tolist(),
         )  # fmt: skip
-        return with_gathered(use, self.cluster.precision, self._in_no_layer, self._largest_layer) if is_full else use
+        return with_gathered(use, self.cluster.precision, self._in_full) if is_full else use
 
     def gathers(self, first: int, last: int, zero_stage: int) -> tuple[float, float]:
         """Return the seconds of a micro-batch's gathers of weights and reductions of gradients: forward, and backward.
@@ -290,8 +291,8 @@ class StageCosts:
         trained = weights - float(sum(self.frozen(first, last)))
         size, num_layers = self.cluster.bytes_per_value, self._num_units - 1
         start = link.alpha if s.dp > 1 else 0.0
-        of_layers = (num_layers - 1) * start + all_gather(s.dp, size * (weights - self._in_no_layer), link)
-        of_others = all_gather(s.dp, size * self._in_no_layer, link)
+        of_layers = (num_layers - 1) * start + all_gather(s.dp, size * (weights - self._in_full.in_no_layer), link)
+        of_others = all_gather(s.dp, size * self._in_full.in_no_layer, link)
         reductions = num_layers * start + reduce_scatter(s.dp, 4 * trained, link)
         return of_layers + of_others, of_layers + reductions
 
