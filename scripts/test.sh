@@ -271,15 +271,18 @@ else
   # These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
   # same time each takes twice as long.
   restarts=(tests/failure/test_elastic.py tests/failure/test_interruptions.py tests/failure/test_termination.py)
+  loops=(tests/failure/test_finetune.py tests/failure/test_loops.py)
   restarts_and_hosts() {
     local all=()
     [ $tests != all ] || all=(--all)
     failure "failure: restarts" "${restarts[@]}"
+    failure "failure: loops and the recipe" "${loops[@]}"
     step "two hosts" bash tests/two_hosts.sh "${all[@]}"
     step "lost hosts" bash tests/lost_hosts.sh "${all[@]}"
   }
   failures() {
-    failure "failure: rest" tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}"
+    failure "failure: rest" tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}" \
+      "${loops[@]/#/--ignore=}"
   }
   side_by_side restarts_and_hosts failures
   if [ $tests = all ]; then
