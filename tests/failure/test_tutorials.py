@@ -33,7 +33,8 @@ PAGES = {
     "first_run": r"(?s)\A(?=.*\[0\] (?P<accuracy>accuracy 0\.9\d*\n))(?=.*\[1\] (?P=accuracy))(?=.*\n(?P=accuracy))"
     r"(?=.*\[0\] digest (?P<digest>\w{16})\n)(?=.*\[1\] digest (?P=digest))",
     "your_data": r"(?s)accuracy (0\.9|1\.0).*replicas in sync  yes.*written to outputs/mine/report\.html",
-    "resuming": r"(?s)in sync  yes, digest (?P<digest>\w{16}).*in sync  yes, digest (?P=digest).*digest (?P=digest)",
+    # The third run is longer.
+    "resuming": r"(?s)in sync  yes, digest (?P<digest>\w{16}).*in sync  yes, digest (?P=digest).*in sync  yes, digest ",
     "llm_lora": r"(?s)perplexity .*written to .*perplexity .*report\.html",
     # The same perplexity with one process and with two ranks that share each row.
     "long_rows": r"(?s)evaluation +(?P<found>perplexity \d+\.\d).*evaluation +(?P=found)",
