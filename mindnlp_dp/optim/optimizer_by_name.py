@@ -25,7 +25,7 @@ def make_optimizer(
     """Return one of ``OWN_OPTIMIZERS`` for the parameters of a model.
 
     Args:
-        betas: of LAMB, and of Muon's AdamW, which updates what is no matrix of a layer.
+        betas: of LAMB, and of Muon's AdamW, which updates everything except the matrices of layers.
         epsilon: of that AdamW; LAMB and LARS have their own.
         settings: more arguments of the optimizer, such as "momentum=0.9, ns_steps=6", which replace these.
 

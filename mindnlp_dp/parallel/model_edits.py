@@ -58,7 +58,7 @@ class Edit:
         paths: the names at which the module is changed; ``""`` is the model itself.
         module: the new module, or a function that makes it from the old one; None keeps the module.
         forward: a function that makes the new forward method from the old one; None keeps it.
-        methods: functions that make other methods anew from the old ones, by name.
+        methods: functions that make new methods from the old ones, by the name of the method.
         attributes: new values of attributes of the module.
         placements: for the names of weights, the changes of their :class:`~.placement.Placement`.
         is_shown: whether ``print`` shows it.
