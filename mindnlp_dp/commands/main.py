@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.membership import MinMax
 from mindnlp_dp.launch.monitor.status import read_status, status_text
 from mindnlp_dp.launch.options import (
     RESTARTS_OF_ELASTIC_JOBS,
@@ -22,7 +23,6 @@ from mindnlp_dp.launch.options import (
     rendezvous_of,
 )
 from mindnlp_dp.launch.processes.reaper import adopting_orphans
-from mindnlp_dp.launch.rendezvous.membership import MinMax
 from mindnlp_dp.launch.run import run_job
 from mindnlp_dp.runtime.printable import printable
 from mindnlp_dp.runtime.versions import __version__

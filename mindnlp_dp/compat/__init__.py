@@ -5,6 +5,10 @@ defect is present. This is the only package that changes other libraries' code.
 
 A patch is a generator for one module: the code before its ``yield`` runs before that module is executed, the code after
 it runs afterwards. A comment names the versions that need the patch, the cause, and the condition for its removal.
+
+Read import_hook.py first; then the folder of one version of MindNLP, mindnlp_0_4/ or mindnlp_0_5/, where start.py
+makes it importable and stock_trainer.py fixes its Trainer. The modules beside these folders patch both versions, or
+MindSpore.
 """
 
 from mindnlp_dp.compat import common as common

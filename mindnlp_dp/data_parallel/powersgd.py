@@ -24,7 +24,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.data_parallel.buckets.bucket import Bucket
 from mindnlp_dp.data_parallel.buckets.bucket_factory import make_buckets
-from mindnlp_dp.data_parallel.buckets.layout import BucketLayout, Slot
+from mindnlp_dp.data_parallel.buckets.bucket_layout import BucketLayout, Slot
 from mindnlp_dp.runtime.arrays import from_host, to_host
 
 DEFAULT_RANK = 4

@@ -31,8 +31,13 @@ import numpy as np
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.buckets.bucket import Bucket, exchange_buckets
 from mindnlp_dp.data_parallel.buckets.bucket_factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.bucket_layout import (
+    check_bucket_cap_mb,
+    completed_order,
+    first_order,
+    pack_buckets,
+)
 from mindnlp_dp.data_parallel.buckets.device_bucket import DeviceBucket
-from mindnlp_dp.data_parallel.buckets.layout import check_bucket_cap_mb, completed_order, first_order, pack_buckets
 from mindnlp_dp.data_parallel.device_header import DeviceHeader
 from mindnlp_dp.data_parallel.overlap import Overlap
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK, PowerSGD, check_powersgd_rank, is_compressed

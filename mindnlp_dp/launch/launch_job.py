@@ -20,6 +20,7 @@ from mindnlp_dp.launch.errors import TemporaryError
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.log_dir import VARIABLE as LOG_MB
 from mindnlp_dp.launch.log_dir import LogDir
+from mindnlp_dp.launch.membership import Host, Membership
 from mindnlp_dp.launch.monitor.attempt_monitor import AttemptMonitor, AttemptResult
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, report_failure
 from mindnlp_dp.launch.monitor.restarts import RestartPolicy
@@ -28,7 +29,6 @@ from mindnlp_dp.launch.monitor.status import StatusFile
 from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.environment import free_port
-from mindnlp_dp.launch.rendezvous.membership import Host, Membership
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 from mindnlp_dp.launch.termination import Termination
 from mindnlp_dp.runtime.job_context import attempt_env

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Optional
 
 from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.log_dir import DEFAULT_MB
-from mindnlp_dp.launch.rendezvous.membership import MinMax
+from mindnlp_dp.launch.membership import MinMax
 from mindnlp_dp.launch.rendezvous.protocol import is_this_host, parse_endpoint, read_token
 from mindnlp_dp.launch.rendezvous.server import Rendezvous
 from mindnlp_dp.launch.termination import GRACE_PERIOD_SECONDS

@@ -22,12 +22,12 @@ from mindnlp_dp.launch.errors import LaunchError, LeaderLostError
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.launch_job import Job
 from mindnlp_dp.launch.log_dir import LogDir
+from mindnlp_dp.launch.membership import Membership, MinMax
 from mindnlp_dp.launch.monitor.background_output import BackgroundOutput, stop_waiting_for_readers
 from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.local_host import LocalHost
 from mindnlp_dp.launch.processes.run_module import PYTHON_VARIABLE
 from mindnlp_dp.launch.rendezvous.client import HostAgent
-from mindnlp_dp.launch.rendezvous.membership import Membership, MinMax
 from mindnlp_dp.launch.rendezvous.protocol import is_this_host
 from mindnlp_dp.launch.rendezvous.remote_shell import command as remote_shell
 from mindnlp_dp.launch.rendezvous.server import Rendezvous, RendezvousServer

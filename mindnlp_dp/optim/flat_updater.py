@@ -23,7 +23,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import HostChannel
-from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL
+from mindnlp_dp.data_parallel.buckets.bucket_layout import BLOCK_NUMEL
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.fused.block_sums import BlockSums

@@ -110,7 +110,7 @@ def make_updater(
         and isinstance(synchronizer, GradientSynchronizer)
         and _can_be_sharded(optimizer, synchronizer)
     ):
-        from mindnlp_dp.optim.device_updater import DeviceUpdater
+        from mindnlp_dp.optim.zero.device_updater import DeviceUpdater
 
         return DeviceUpdater(optimizer, synchronizer, stage, scheduler)
     if stage:

@@ -9,11 +9,11 @@ from mindnlp_dp.pipeline_schedules.resharding_layouts import UnitTask, unit_task
 from mindnlp_dp.pipeline_schedules.resharding_schedule import Schedule, schedule_tasks
 from mindnlp_dp.pipeline_schedules.simulation import Timeline, simulate_pipeline
 from mindnlp_dp.planner.cost_model.memory_cost import MemoryUse, memory_of
+from mindnlp_dp.planner.integer_program import Choice, InfeasibleError, choose_strategies
 from mindnlp_dp.planner.plan import Plan, Plans
 from mindnlp_dp.planner.planning import plan, predict
 from mindnlp_dp.planner.profiles.cluster_profile import Cluster, load_cluster
 from mindnlp_dp.planner.profiles.model_profiles import load_model
-from mindnlp_dp.planner.solver.integer_program import Choice, InfeasibleError, choose_strategies
 from mindnlp_dp.planner.stage_partition import Slicing, slice_stages
 
 __all__ = [

@@ -17,10 +17,10 @@ import numpy as np
 
 from mindnlp_dp.planner.cost_model.resharding_costs import Boundaries
 from mindnlp_dp.planner.cost_model.stage_costs import StageCosts, StageParallelism
+from mindnlp_dp.planner.integer_program import InfeasibleError
 from mindnlp_dp.planner.plan import Rejected
 from mindnlp_dp.planner.profiles.cluster_profile import Cluster
 from mindnlp_dp.planner.profiles.operator_graph import Model
-from mindnlp_dp.planner.solver.integer_program import InfeasibleError
 from mindnlp_dp.planner.stage_partition import Slicing, slice_stages
 from mindnlp_dp.runtime.mesh_spec import mesh_name
 

@@ -16,11 +16,11 @@ from typing import Optional
 from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
 from mindnlp_dp.planner.candidates import Candidate, Candidates, divisors, mesh_problem
 from mindnlp_dp.planner.cost_model.stage_costs import layers_of, mesh_of, stages_of_mesh
+from mindnlp_dp.planner.integer_program import InfeasibleError
 from mindnlp_dp.planner.plan import Plan, Plans
 from mindnlp_dp.planner.profiles.cluster_profile import Cluster
 from mindnlp_dp.planner.profiles.operator_graph import Model
 from mindnlp_dp.planner.simulate_step import simulate_step
-from mindnlp_dp.planner.solver.integer_program import InfeasibleError
 from mindnlp_dp.runtime.mesh_spec import Size, mesh_name
 from mindnlp_dp.runtime.shard_bounds import stage_bounds
 

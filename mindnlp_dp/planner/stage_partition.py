@@ -19,7 +19,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.planner.solver.integer_program import InfeasibleError
+from mindnlp_dp.planner.integer_program import InfeasibleError
 
 
 @dataclass(frozen=True)

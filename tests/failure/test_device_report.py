@@ -69,7 +69,7 @@ def shard_positions(self, num_samples, rank):
 GlobalBatchSampler.shard_positions = shard_positions
 """
 SLICES_THAT_ARE_NOT_UPDATED = """
-from mindnlp_dp.optim.device_updater import DeviceUpdater
+from mindnlp_dp.optim.zero.device_updater import DeviceUpdater
 
 right_update = DeviceUpdater.update
 
@@ -82,7 +82,7 @@ def update(self, gradients):
 DeviceUpdater.update = update
 """
 RANKS_THAT_DRIFT_APART = """
-from mindnlp_dp.optim.device_updater import DeviceUpdater
+from mindnlp_dp.optim.zero.device_updater import DeviceUpdater
 
 right_publish = DeviceUpdater._publish
 

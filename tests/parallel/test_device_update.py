@@ -12,9 +12,9 @@ from mindnlp.core import nn, optim
 
 import mindnlp_dp as dp
 from mindnlp_dp.optim import LAMB
-from mindnlp_dp.optim.device_updater import DeviceUpdater
 from mindnlp_dp.optim.updater import MindNLPUpdater
 from mindnlp_dp.optim.updater_factory import make_updater
+from mindnlp_dp.optim.zero.device_updater import DeviceUpdater
 from mindnlp_dp.optim.zero.parameterwise import ParameterwiseZeroUpdater
 
 # Among them: fewer elements than ranks, a scalar, no elements, and the size of two buckets.

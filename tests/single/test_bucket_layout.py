@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindnlp_dp.data_parallel.buckets.layout import (
+from mindnlp_dp.data_parallel.buckets.bucket_layout import (
     ALIGN_NUMEL,
     BLOCK_NUMEL,
     BYTES_PER_MB,

@@ -17,12 +17,12 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeTransport
 from mindnlp_dp.data_parallel import overlap
 from mindnlp_dp.data_parallel.buckets.bucket_factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.bucket_layout import pack_buckets
 from mindnlp_dp.data_parallel.buckets.device_bucket import DeviceBucket
-from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
 from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS, OverlapState
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
-from mindnlp_dp.optim.device_updater import DeviceUpdater
 from mindnlp_dp.optim.updater_factory import make_updater
+from mindnlp_dp.optim.zero.device_updater import DeviceUpdater
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, init_device_mesh
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.arrays import number_of

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mindnlp_dp.planner.solver.integer_program import InfeasibleError, choose_strategies
+from mindnlp_dp.planner.integer_program import InfeasibleError, choose_strategies
 from mindnlp_dp.planner.stage_partition import slice_stages
 
 

@@ -15,6 +15,7 @@ import pytest
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.launch.errors import LaunchError, TemporaryError
 from mindnlp_dp.launch.event_loop import EventLoop
+from mindnlp_dp.launch.membership import Membership, MinMax
 from mindnlp_dp.launch.options import rendezvous_of
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment
@@ -22,7 +23,6 @@ from mindnlp_dp.launch.processes.exit_status import ExitedProcess
 from mindnlp_dp.launch.processes.local_host import LocalHost
 from mindnlp_dp.launch.processes.spawn import start_mpi
 from mindnlp_dp.launch.rendezvous.client import HostAgent, connect
-from mindnlp_dp.launch.rendezvous.membership import Membership, MinMax
 from mindnlp_dp.launch.rendezvous.protocol import (
     AuthenticationError,
     Connection,

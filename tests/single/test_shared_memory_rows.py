@@ -13,8 +13,8 @@ from mindnlp_dp.communication.transports.mpi import host_memory
 from mindnlp_dp.communication.transports.mpi.host_memory import allocate_shared_rows, why_not_shared
 from mindnlp_dp.communication.transports.single import SingleProcessChannel
 from mindnlp_dp.data_parallel.buckets import host_bucket
+from mindnlp_dp.data_parallel.buckets.bucket_layout import pack_buckets
 from mindnlp_dp.data_parallel.buckets.host_bucket import HostBucket, refcount_is_reliable
-from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
 from mindnlp_dp.runtime.arrays import from_host as tensor_from_host
 
 

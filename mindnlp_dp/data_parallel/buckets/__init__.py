@@ -1,1 +1,1 @@
-"""This package packs gradients into buckets (layout.py) and has the memory in which they are summed."""
+"""This package packs gradients into buckets (bucket_layout.py) and has the memory in which they are summed."""

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
-from mindnlp_dp.data_parallel.buckets.layout import BucketLayout
+from mindnlp_dp.data_parallel.buckets.bucket_layout import BucketLayout
 
 
 class Bucket(abc.ABC):

@@ -14,9 +14,9 @@ from mindnlp_dp.communication.transports.mindspore.mindspore_transport import Mi
 from mindnlp_dp.communication.transports.mpi.host_memory import CACHE_LINE_BYTES, round_up
 from mindnlp_dp.communication.transports.mpi.mpi_transport import MPIChannel
 from mindnlp_dp.data_parallel.buckets.bucket import Bucket
+from mindnlp_dp.data_parallel.buckets.bucket_layout import BucketLayout
 from mindnlp_dp.data_parallel.buckets.device_bucket import DeviceBucket
 from mindnlp_dp.data_parallel.buckets.host_bucket import HostBucket, sum_dtype
-from mindnlp_dp.data_parallel.buckets.layout import BucketLayout
 from mindnlp_dp.data_parallel.buckets.shared_memory_bucket import SharedBucket
 
 

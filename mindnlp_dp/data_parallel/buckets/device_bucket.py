@@ -10,8 +10,8 @@ import numpy as np
 from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.data_parallel.buckets.bucket import Bucket
+from mindnlp_dp.data_parallel.buckets.bucket_layout import ALIGN_NUMEL, BucketLayout
 from mindnlp_dp.data_parallel.buckets.host_bucket import sum_dtype
-from mindnlp_dp.data_parallel.buckets.layout import ALIGN_NUMEL, BucketLayout
 from mindnlp_dp.runtime.arrays import HALF_TYPES, aligned_zeros, copy_of, to_host
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mindnlp_dp.communication.transports.channel import HostChannel
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.data_parallel.buckets.bucket import Bucket
-from mindnlp_dp.data_parallel.buckets.layout import BucketLayout, Slot
+from mindnlp_dp.data_parallel.buckets.bucket_layout import BucketLayout, Slot
 from mindnlp_dp.runtime.arrays import aligned_zeros, from_host, to_host
 
 

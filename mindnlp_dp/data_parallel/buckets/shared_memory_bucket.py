@@ -29,8 +29,8 @@ import numpy as np
 from mindnlp_dp.communication.transports.mpi.mpi_transport import MPIChannel
 from mindnlp_dp.communication.transports.mpi.ring import wire_for
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
+from mindnlp_dp.data_parallel.buckets.bucket_layout import BucketLayout, Slot
 from mindnlp_dp.data_parallel.buckets.host_bucket import HostBucket
-from mindnlp_dp.data_parallel.buckets.layout import BucketLayout, Slot
 
 
 class SharedBucket(HostBucket):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
+from mindnlp_dp.launch.membership import Host, Membership
 from mindnlp_dp.launch.monitor.console import Console
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure
 from mindnlp_dp.launch.monitor.hangs import EXIT_CODE, START_SECONDS, HangDetector, describe_hang
@@ -23,7 +24,6 @@ from mindnlp_dp.launch.monitor.status import StatusFile
 from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.stack_dumps import describe_exit
-from mindnlp_dp.launch.rendezvous.membership import Host, Membership
 from mindnlp_dp.launch.termination import Termination
 
 # Seconds after the first rank has finished before a message names the ranks that have not.

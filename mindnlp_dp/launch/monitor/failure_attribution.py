@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
+from mindnlp_dp.launch.membership import Host
 from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost
 from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.exit_status import head, read_text, tail
-from mindnlp_dp.launch.rendezvous.membership import Host
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 # The exit codes of processes that are ended because another one failed.

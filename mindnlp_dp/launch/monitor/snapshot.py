@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
+from mindnlp_dp.launch.membership import Host
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess
-from mindnlp_dp.launch.rendezvous.membership import Host
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 

@@ -1,7 +1,7 @@
 """This module sums squares block by block, so that a norm has the same bits for any split among the ranks.
 
 Updaters use it for the norm of all gradients, or of each parameter. A piece of a parameter consists of full blocks
-(:mod:`mindnlp_dp.data_parallel.buckets.layout`), so each block belongs to exactly one rank.
+(:mod:`mindnlp_dp.data_parallel.buckets.bucket_layout`), so each block belongs to exactly one rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL
+from mindnlp_dp.data_parallel.buckets.bucket_layout import BLOCK_NUMEL
 
 
 def sums_of_squares(blocks: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import ReplicaMismatchError, weight_digest
-from mindnlp_dp.data_parallel.buckets.layout import BucketLayout
+from mindnlp_dp.data_parallel.buckets.bucket_layout import BucketLayout
 from mindnlp_dp.runtime.arrays import copy_of, set_weight
 from mindnlp_dp.runtime.versions import mindspore_is_before
 

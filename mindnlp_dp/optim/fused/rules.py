@@ -19,7 +19,7 @@ from typing import Any, Optional
 import mindspore
 import numpy as np
 
-from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
+from mindnlp_dp.data_parallel.buckets.bucket_layout import ParameterSlice
 from mindnlp_dp.kernels.matmul import product
 from mindnlp_dp.optim.fused.adam_kernel import kernel, step_size
 from mindnlp_dp.optim.fused.block_sums import BlockSums

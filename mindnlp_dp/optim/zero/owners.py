@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
+from mindnlp_dp.data_parallel.buckets.bucket_layout import ParameterSlice
 from mindnlp_dp.optim.zero.parameterwise import assign_parameters
 from mindnlp_dp.optim.zero.state_registry import MESSAGE_NUMEL
 

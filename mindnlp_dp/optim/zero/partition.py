@@ -15,7 +15,7 @@ import numpy as np
 
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.data_parallel.buckets.bucket import Bucket
-from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL, ParameterSlice, aligned
+from mindnlp_dp.data_parallel.buckets.bucket_layout import BLOCK_NUMEL, ParameterSlice, aligned
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.fused.flat_weights import FlatWeights
 from mindnlp_dp.optim.fused.rules import Segment

@@ -13,7 +13,7 @@ import numpy as np
 
 from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
+from mindnlp_dp.data_parallel.buckets.bucket_layout import ParameterSlice
 from mindnlp_dp.runtime.arrays import aligned_zeros, from_host, number_of, to_host
 from mindnlp_dp.runtime.sharded_array import FlatLayout, ShardedArray
 

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.planner.integer_program import Choice, choose_strategies
 from mindnlp_dp.planner.profiles.cluster_profile import Link, all_gather, all_reduce, all_to_all
 from mindnlp_dp.planner.profiles.operator_graph import (
     BATCH,
@@ -26,7 +27,6 @@ from mindnlp_dp.planner.profiles.operator_graph import (
     Graph,
     Operator,
 )
-from mindnlp_dp.planner.solver.integer_program import Choice, choose_strategies
 
 # Operators that are too expensive to repeat on all devices: products, and tables that would be replicated.
 _HEAVY = ("matmul", "embedding", "attention", "experts")

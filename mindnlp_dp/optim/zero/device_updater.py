@@ -26,8 +26,8 @@ import numpy as np
 from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.transports.mindspore.mindspore_transport import MindSporeChannel
 from mindnlp_dp.data_parallel.buckets.bucket import Bucket
+from mindnlp_dp.data_parallel.buckets.bucket_layout import ParameterSlice
 from mindnlp_dp.data_parallel.buckets.device_bucket import DeviceBucket
-from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.updater import MindNLPUpdater, Updater
 from mindnlp_dp.optim.zero.state_registry import gather_array
