@@ -136,7 +136,15 @@ class ShardedModel(DistributedModel):
 
     def zero_stage(self, asked_for: Union[int, str]) -> Union[int, str]:
         if self.units is None:
-            return super().zero_stage(asked_for)
+            if asked_for != 3:
+                return asked_for
+            # The ranks that are left of an elastic job may be one row, which has nothing to share.
+            if self.world.world_size > 1 and "fsdp" not in self.mesh.axes:
+                raise ValueError(
+                    f'zero_stage=3 shards weights over the axis "fsdp", and this mesh has {self.mesh}; name the axis, '
+                    'as in dp.init_device_mesh({"fsdp": 2, "tp": 2}), or leave zero_stage out'
+                )
+            return 0
         if asked_for not in ("auto", 3):
             raise ValueError(
                 f"zero_stage={asked_for}, and this model is fully sharded, which is stage 3; leave zero_stage out, or "

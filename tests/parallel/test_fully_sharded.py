@@ -278,6 +278,18 @@ def test_shards_of_the_parts_of_tensor_parallelism(group, kind):
 
 
 @pytest.mark.core
+@pytest.mark.skipif(WORLD_SIZE != 2, reason="needs a mesh of one row")
+def test_stage_3_on_the_one_row_that_is_left_of_an_elastic_job(group):
+    mesh = dp.init_device_mesh({"fsdp": -1, "tp": 2})
+    model = dp.parallelize(build("llama"), mesh)
+    step = train(model, "llama", pieces_of(mesh.dp_group, 2), zero_stage=3)
+    assert_trains_the_same(model, "llama", step)
+    model = dp.parallelize(build("llama"), dp.init_device_mesh({"tp": 2}))
+    with pytest.raises(ValueError, match='shards weights over the axis "fsdp", and this mesh has tp=2; name the axis'):
+        train(model, "llama", pieces_of(model.parallel.mesh.dp_group), zero_stage=3)
+
+
+@pytest.mark.core
 @needs_mpi
 @needs_four
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
