@@ -305,7 +305,8 @@ def test_the_exit_code_of_a_lost_host_has_no_conventional_meaning():
 
 
 PROGRAM = """
-from mindnlp_dp.launch.rendezvous import client, membership
+from mindnlp_dp.launch import membership
+from mindnlp_dp.launch.rendezvous import client
 client.REJOIN_SECONDS, client._SILENT_SECONDS, membership._SILENT_SECONDS = 1.0, 0.0, 2.0
 from mindnlp_dp.commands.main import main
 raise SystemExit(main())
