@@ -1,12 +1,12 @@
 """This module evaluates every sample once, in data set order; the Trainers and custom training loops call it.
 
 Each rank computes its slices of every global batch. All ranks get the predictions and labels of the full data set, in
-order, and a mean loss from sums that are divided once, at the end: averages are never averaged.
+order (evaluation_gather.py), and a mean loss from sums that are divided once, at the end: averages are never averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
@@ -17,7 +17,8 @@ from mindnlp_dp.communication.replicas import broadcast_buffers
 from mindnlp_dp.data.batches import call_with, num_rows_of
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.parallel.distributed_model import distributed_model_of
-from mindnlp_dp.runtime.arrays import number_of, read
+from mindnlp_dp.runtime.arrays import number_of
+from mindnlp_dp.training.evaluation_gather import OrderedGatherer, to_numpy
 from mindnlp_dp.training.find_model import BatchWeigher, model_of
 from mindnlp_dp.training.span_loss import SpanLoss
 
@@ -138,85 +139,6 @@ class EvaluationRun:
         losses, weights, num_samples = sums[:2], sums[2:4], int(sums[4])
         loss = float(np.mean(losses / np.where(weights > 0, weights, 1.0))) if weights.any() else None
         return outputs, loss, num_samples
-
-
-PADDING = -100
-
-GATHER_EVERY = 16
-
-
-class OrderedGatherer:
-    """Collects the ranks' outputs step by step, and puts them into data set order.
-
-    ``add`` takes this rank's outputs for one global batch: nested tuples, lists or dicts of NumPy arrays with rows as
-    the first dimension, or None if the rank had no rows. Outputs are exchanged every ``gather_every`` steps, so that
-    messages do not grow with the data set. Where other dimensions differ, arrays are padded with -100, as in MindNLP's
-    Trainer; booleans, which cannot hold it, with False.
-    """
-
-    def __init__(self, group: ProcessGroup, gather_every: Optional[int] = None) -> None:
-        self._group = group
-        self._gather_every = gather_every or GATHER_EVERY
-        self._steps: list[Any] = []
-        self._chunks: list[Any] = []
-
-    def add(self, outputs: Any) -> None:
-        """Add this rank's outputs for one global batch. Every ``gather_every``-th call is a collective."""
-        self._steps.append(outputs)
-        if len(self._steps) == self._gather_every:
-            self._gather()
-
-    def finish(self) -> Any:
-        """Return all rows in order, on every rank; None if no rank had any. A collective."""
-        self._gather()
-        return concatenate(self._chunks) if self._chunks else None
-
-    def _gather(self) -> None:
-        by_rank = self._group.all_gather_object(self._steps)
-        self._steps = []
-        parts = [part for step in zip(*by_rank) for part in step if part is not None]
-        if parts:
-            self._chunks.append(concatenate(parts))
-
-
-def concatenate(parts: Sequence[Any]) -> Any:
-    """Join nested structures of arrays along the rows, padding other dimensions with -100 where they differ."""
-    first = parts[0]
-    if isinstance(first, Mapping):
-        return {key: concatenate([part[key] for part in parts]) for key in first}
-    if isinstance(first, (tuple, list)):
-        return _like(first, [concatenate(list(items)) for items in zip(*parts)])
-    arrays = [np.atleast_1d(part) for part in parts]
-    sizes = np.max([array.shape[1:] for array in arrays], axis=0)
-    return np.concatenate([_pad(array, sizes) for array in arrays])
-
-
-def _like(sequence: Any, items: list[Any]) -> Any:
-    """Return a tuple, list or named tuple of the type of ``sequence`` with these items."""
-    kind = type(sequence)
-    return kind(*items) if hasattr(kind, "_fields") else kind(items)
-
-
-def _pad(array: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Pad all dimensions but the first to ``sizes``, with -100; booleans with False, and unsigned integers as int64."""
-    missing = [most - size for most, size in zip(sizes, array.shape[1:])]
-    if not any(missing):
-        return array
-    if array.dtype.kind == "u":
-        array = array.astype(np.int64)
-    padding = False if array.dtype.kind == "b" else PADDING
-    return np.pad(array, [(0, 0), *((0, number) for number in missing)], constant_values=padding)
-
-
-def to_numpy(outputs: Any) -> Any:
-    """Turn the tensors of a nested structure into NumPy arrays."""
-    if outputs is None or isinstance(outputs, np.ndarray):
-        return outputs
-    if isinstance(outputs, Mapping):
-        return {key: to_numpy(value) for key, value in outputs.items()}
-    if isinstance(outputs, (tuple, list)):
-        return _like(outputs, [to_numpy(value) for value in outputs])
-    return read(outputs)
 
 
 def with_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

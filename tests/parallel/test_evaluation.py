@@ -12,7 +12,7 @@ from library import TrainerCallback, is_0_5, set_seed, settings_here
 from mindnlp.transformers import RobertaForSequenceClassification, RobertaForTokenClassification
 
 import mindnlp_dp as dp
-from mindnlp_dp.training.evaluate import OrderedGatherer
+from mindnlp_dp.training.evaluation_gather import OrderedGatherer
 from models import NUM_LABELS, Rows, alone, tiny_config, tiny_roberta, train
 
 pytestmark = pytest.mark.core

@@ -23,7 +23,7 @@ from mindnlp_dp.checkpoint.manifest import CheckpointError, check_checkpoint
 from mindnlp_dp.checkpoint.reader import read_state
 from mindnlp_dp.checkpoint.state_tree import unpack_state
 from mindnlp_dp.data.batches import default_collate
-from mindnlp_dp.training.trainer import training_loop
+from mindnlp_dp.training.trainer import resuming
 from models import LENGTH, Rows, alone, tiny_roberta, train, weights
 
 NUM_SAMPLES = 37
@@ -286,7 +286,7 @@ def test_a_stopped_run_stays_stopped_after_a_job_restart_or_early_stopping(
     stopped = run(shared_tmp_path, group, callbacks=[StopAt4(), stopper], **EVALUATING)
     group.barrier()
     if why != "early stopping":
-        monkeypatch.setattr(training_loop, "job_if_restarted", lambda environ: "a job")
+        monkeypatch.setattr(resuming, "job_if_restarted", lambda environ: "a job")
     capsys.readouterr()
     fresh = [Silent(), EarlyStoppingCallback(early_stopping_patience=1)]
     again = run(shared_tmp_path, group, callbacks=fresh, seed=4, resume=True, **EVALUATING)

@@ -7,7 +7,8 @@ from collections import namedtuple
 import numpy as np
 import pytest
 
-from mindnlp_dp.training.evaluate import OrderedGatherer, accuracy, concatenate, to_numpy
+from mindnlp_dp.training.evaluate import accuracy
+from mindnlp_dp.training.evaluation_gather import OrderedGatherer, concatenate, to_numpy
 
 
 class TwoRanks:

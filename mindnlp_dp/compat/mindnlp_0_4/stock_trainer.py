@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.compat.import_hook import around
-from mindnlp_dp.compat.stock_trainers import refused_in_several_processes
+from mindnlp_dp.compat.multi_process_guard import refused_in_several_processes
 
 # Versions: MindNLP 0.4.1. Cause: its own Trainer exchanges no gradients, so each of several processes silently
 # trains a separate model.

@@ -11,7 +11,8 @@ import mindspore
 import numpy as np
 
 from mindnlp_dp.runtime.arrays import number_of
-from mindnlp_dp.training.evaluate import EvaluationRun, to_numpy, with_prefix
+from mindnlp_dp.training.evaluate import EvaluationRun, with_prefix
+from mindnlp_dp.training.evaluation_gather import to_numpy
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 

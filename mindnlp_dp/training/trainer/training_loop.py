@@ -15,11 +15,9 @@ It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evalu
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
-import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -36,7 +34,6 @@ from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.optim.updater_factory import check_matrices, make_updater, warn_of_parameters_left_out
 from mindnlp_dp.parallel.mixed_precision import MixedPrecision, mixed_precision_of
 from mindnlp_dp.runtime import heartbeat
-from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.random_state import MaskRecord, seed_between_updates
 from mindnlp_dp.runtime.recompute import enable_recompute
@@ -45,7 +42,7 @@ from mindnlp_dp.training.forward_backward import ForwardBackward, across_ranks
 from mindnlp_dp.training.fused_cross_entropy import fuse_cross_entropy
 from mindnlp_dp.training.loss_check import LossCheck
 from mindnlp_dp.training.metrics import Activity, LossMeter, SpeedMeter, count_input_tokens, count_label_tokens
-from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
+from mindnlp_dp.training.run_state import Position, Run
 from mindnlp_dp.training.timeline import StepTimeline
 from mindnlp_dp.training.train_step import TrainStep
 from mindnlp_dp.training.trainer.best_model import holds_weights
@@ -54,12 +51,11 @@ from mindnlp_dp.training.trainer.callbacks import (
     ControlAgreement,
     call_optimizer_event,
     callback_states,
-    has_stopped_early,
     show_in_progress_bars,
     takes_event,
 )
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, TrainerCallback, TrainerState, TrainOutput, has_length
-from mindnlp_dp.training.trainer.resuming import make_epoch_loader
+from mindnlp_dp.training.trainer.resuming import make_epoch_loader, restore_run
 from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
 
@@ -123,7 +119,11 @@ class TrainingLoop:
         self.run_state = Run(trainer.distributed_model, self.train_step)
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
-        is_over = self.checkpoint is not None and self.restore(self.checkpoint, planned)
+        is_over = False
+        if self.checkpoint is not None:
+            resumed = restore_run(trainer, self.run_state, self.batch_schedule, self.checkpoint, planned)
+            self.position, self.grad_norm, is_over = resumed
+            self.saved_as = trainer.resumed_from
         self.is_set_up = True
         state = trainer.state
         max_steps = self.batch_schedule.total(planned, state.global_step, self.position)
@@ -508,51 +508,6 @@ class TrainingLoop:
             "last_logged": trainer._globalstep_last_logged,
             "grad_norm": self.grad_norm,
         }
-
-    def restore(self, saved: dict[str, Any], planned_updates: int) -> bool:
-        """Restore a saved run, and return True if it had ended; :meth:`restore_stop_flags` restores the rest."""
-        trainer = self.trainer
-        self.run_state.restore(saved)
-        trainer.state = TrainerState(**copy.deepcopy(saved["trainer_state"]))
-        trainer.load_callback_states(saved)
-        trainer._globalstep_last_logged = saved["last_logged"]
-        self.saved_as = trainer.resumed_from
-        self.grad_norm = saved["grad_norm"]
-        position, step = Position(**saved["position"]), trainer.state.global_step
-        self.position = position.resume_point()
-        if self.args.ignore_data_skip:
-            self.position.update = self.position.offset = 0
-        else:
-            self.position = self.batch_schedule.resume(self.position, saved)
-        if trainer.world.is_main:
-            warn_of_other_settings(self.args.result_settings(), saved["settings"])
-        total = self.batch_schedule.total(planned_updates, step, self.position)
-        saved["flags"]["should_training_stop"] = self._stays_stopped(saved, total)
-        return position.ending_epoch and (saved["flags"]["should_training_stop"] or step >= total)
-
-    def _stays_stopped(self, saved: dict[str, Any], total: int) -> bool:
-        """Tell whether a saved stop still holds: an early stopper's does, and any in a job that restarts by itself.
-
-        A user who resumes a run that was stopped by a signal, a time limit or a callback wants it to continue, and so
-        does a user who gives a finished run more steps. Prints which case it is.
-        """
-        state = self.trainer.state
-        if not saved["flags"]["should_training_stop"] or state.global_step >= state.max_steps:
-            return False
-        is_restarted = job_if_restarted(os.environ) is not None
-        stopped_early = any(map(has_stopped_early, self.trainer.callback_handler.callbacks))
-        if self.trainer.world.is_main:
-            where = f"this run was stopped at update {state.global_step} of {total}"
-            if stopped_early:
-                print(f"{where} by early stopping, and is complete: there is nothing left to train", flush=True)
-            elif is_restarted:
-                print(
-                    f"{where}, before its job was restarted, and is complete: there is nothing left to train",
-                    flush=True,
-                )
-            else:
-                print(f"{where}; it is resumed there, and continues to its end", flush=True)
-        return is_restarted or stopped_early
 
     def restore_stop_flags(self) -> None:
         """Restore the saved stop flags, which ``on_*_begin`` callbacks may have changed."""
