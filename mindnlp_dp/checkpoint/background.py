@@ -6,7 +6,7 @@ A rank's files are written to a folder in memory, which takes as long as copying
                             └ thread: to the disk ── manifest ── rename
 
 With ``sharded_checkpoints``, every rank has such a thread. When the ranks agree, between two updates, that all of them
-are done, rank 0's thread puts the checkpoint together.
+are done, rank 0's thread puts the checkpoint together. collective_save.py uses it.
 
 One checkpoint is written at a time: the next one waits for it. If the memory does not suffice, training waits until the
 files are on the disk.

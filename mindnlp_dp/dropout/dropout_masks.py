@@ -3,7 +3,7 @@
 The generator is Philox (Salmon and others, Parallel Random Numbers: As Easy as 1, 2, 3, 2011). It keeps no state
 between calls, so the same key and counter always give the same mask. In a training step each sample has a counter of
 its own, and its elements have numbers (sample_layout.py), so its mask depends neither on which rank or micro-step
-computes it, nor on the length to which it is padded.
+computes it, nor on the length to which it is padded. runtime/random_state.py has the keys and the counters.
 """
 
 from __future__ import annotations

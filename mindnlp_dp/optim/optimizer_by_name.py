@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from typing import Any, Optional
 
-# The names that the libraries do not know.
+# The names that the libraries do not know; with another one, also change the messages and help texts that list them.
 OWN_OPTIMIZERS = ("muon", "lamb", "lars")
 
 
