@@ -52,7 +52,7 @@ def main() -> None:
     for folder in (DIST, ROOT / "build"):
         # Files of an earlier build would get into the wheel.
         shutil.rmtree(folder, ignore_errors=True)
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST))
+    run(sys.executable, "-m", "build", "--outdir", str(DIST))
     packages = sorted(map(str, DIST.iterdir()))
     print(run(sys.executable, "-m", "twine", "check", "--strict", *packages))
     print(f"{repository} {version}: {', '.join(Path(package).name for package in packages)}; now:")

@@ -62,6 +62,8 @@ def test_release_builds_packages_with_valid_metadata_and_links(tree):
     assert done.stdout.count("PASSED") == 2
     assert f"git tag -a v{__version__}" in done.stdout
     [wheel], [source] = (list((tree / "dist").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
+    # PEP 625.
+    assert source.name == f"mindnlp_dp-{__version__}.tar.gz"
     with zipfile.ZipFile(wheel) as packed:
         names = packed.namelist()
         about = Parser().parsestr(packed.read(next(n for n in names if n.endswith("METADATA"))).decode())
