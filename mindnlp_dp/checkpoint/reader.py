@@ -1,6 +1,7 @@
 """This module reads the files of a checkpoint on rank 0.
 
-parallel/distributed_model.py calls it, and sends the result to every rank.
+parallel/distributed_model.py calls it, and sends the result to every rank. The weights of sharded models are read by
+parallel/weights/safetensors_files.py.
 """
 
 from __future__ import annotations

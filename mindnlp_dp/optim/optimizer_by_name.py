@@ -1,6 +1,7 @@
 """Makes this package's optimizers by name, for the Trainer's ``optim`` and the recipes' ``--optimizer``.
 
-The libraries' own optimizers, such as AdamW, are chosen by the libraries' Trainers.
+The libraries' own optimizers, such as AdamW, are chosen by the libraries' Trainers. ``rule_for`` in
+updater_factory.py has the flat updates of all of them.
 """
 
 from __future__ import annotations

@@ -74,19 +74,3 @@ def _adam_that_loads_its_state(module: types.ModuleType) -> Iterator[None]:
             group.setdefault("maximize", False)
 
     (module.AdamW if hasattr(module, "AdamW") else module.Adam).__setstate__ = setstate
-
-
-# Versions: MindNLP 0.4.1. Cause: the error of an unknown ``optim`` does not say how to use another optimizer.
-# Remove when: this package makes the optimizers that Transformers has names for.
-@around("mindnlp.engine.train_args.base")
-def _names_of_optimizers(module: types.ModuleType) -> Iterator[None]:
-    yield
-
-    def missing(cls: Any, value: Any) -> Any:
-        names = " or ".join(repr(member.value) for member in cls)
-        raise ValueError(
-            f"optim={value!r}: MindNLP 0.4.1 has {names}, and mindnlp_dp adds 'muon', 'lamb' and 'lars'; make any "
-            "other optimizer yourself, and pass it to the Trainer: optimizers=(optimizer, None)"
-        )
-
-    module.OptimizerNames._missing_ = classmethod(missing)

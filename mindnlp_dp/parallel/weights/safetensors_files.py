@@ -1,7 +1,7 @@
 """Reads ``model*.safetensors`` files array by array, and produces the parts of such a file for writing.
 
 :func:`~mindnlp_dp.parallelize` and the checkpoints of sharded models use it, so that a rank needs memory for only one
-full array at a time.
+full array at a time. checkpoint/reader.py reads the checkpoints of models that are not sharded.
 """
 
 from __future__ import annotations
