@@ -138,12 +138,14 @@ class ShardedModel(DistributedModel):
         if self.units is None:
             if asked_for != 3:
                 return asked_for
-            # The ranks that are left of an elastic job may be one row, which has nothing to share.
+            # The ranks that are left of an elastic job may be one row, which shards nothing over fsdp.
             if self.world.world_size > 1 and "fsdp" not in self.mesh.axes:
                 raise ValueError(
                     f'zero_stage=3 shards weights over the axis "fsdp", and this mesh has {self.mesh}; name the axis, '
                     'as in dp.init_device_mesh({"fsdp": 2, "tp": 2}), or leave zero_stage out'
                 )
+            if self.world.is_main and self.world.world_size > 1:
+                print(f"zero_stage=3 is 0 here: the axis fsdp has one rank, and the mesh is {self.mesh}", flush=True)
             return 0
         if asked_for not in ("auto", 3):
             raise ValueError(

@@ -279,10 +279,11 @@ def test_shards_of_the_parts_of_tensor_parallelism(group, kind):
 
 @pytest.mark.core
 @pytest.mark.skipif(WORLD_SIZE != 2, reason="needs a mesh of one row")
-def test_stage_3_on_the_one_row_that_is_left_of_an_elastic_job(group):
+def test_stage_3_on_the_one_row_that_is_left_of_an_elastic_job(group, capsys):
     mesh = dp.init_device_mesh({"fsdp": -1, "tp": 2})
     model = dp.parallelize(build("llama"), mesh)
     step = train(model, "llama", pieces_of(mesh.dp_group, 2), zero_stage=3)
+    assert ("zero_stage=3 is 0 here: the axis fsdp has one rank" in capsys.readouterr().out) == group.is_main
     assert_trains_the_same(model, "llama", step)
     model = dp.parallelize(build("llama"), dp.init_device_mesh({"tp": 2}))
     with pytest.raises(ValueError, match='shards weights over the axis "fsdp", and this mesh has tp=2; name the axis'):
