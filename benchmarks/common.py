@@ -129,9 +129,13 @@ def run_command(command: Sequence[str], environment: Mapping[str, str] = {}) -> 
 
 
 def in_turns(jobs: Mapping[str, Job], repeats: int) -> dict[str, list[Any]]:
-    """Return the results of jobs that run in turns, ``repeats`` times each."""
-    rounds = [{name: run_job(*job) for name, job in jobs.items()} for _ in range(repeats)]
-    return {name: [results[name] for results in rounds] for name in jobs}
+    """Return the results of jobs that run in turns, ``repeats`` times each; stderr names the one that runs."""
+    results: dict[str, list[Any]] = {name: [] for name in jobs}
+    for repeat in range(repeats):
+        for number, (name, job) in enumerate(jobs.items(), start=repeat * len(jobs) + 1):
+            print(f"job {number} of {repeats * len(jobs)}: {name}", file=sys.stderr, flush=True)
+            results[name].append(run_job(*job))
+    return results
 
 
 def median_seconds(barrier: Callable[[], Any], function: Callable[[], Any], repeats: int) -> float:
