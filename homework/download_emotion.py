@@ -49,8 +49,8 @@ def fetch(folder: Path, url: str = URL, md5: str = MD5) -> None:
 
 def _download(url: str, archive: Path) -> None:
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, atomic_write(archive) as temporary:
-            temporary.write_bytes(answer.read())
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
+            content = answer.read()
     except http.client.IncompleteRead as error:
         got, lacking = len(error.partial), error.expected
         raise DownloadError(f"{url} was interrupted after {got} bytes, {lacking} are missing; try again") from None
@@ -59,6 +59,8 @@ def _download(url: str, archive: Path) -> None:
             f"{url} cannot be reached ({getattr(error, 'reason', error)}); download it on a machine with a "
             f"network, copy it to {archive}, and run this command again"
         ) from None
+    with atomic_write(archive) as temporary:
+        temporary.write_bytes(content)
 
 
 def main() -> None:

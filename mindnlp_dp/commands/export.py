@@ -25,6 +25,8 @@ def run_export(output_dir: Path, destination: Path, merge_lora: bool, base: str)
             if has_adapters
             else f"{folder} has no adapters to merge: it is a full model already; leave out --merge-lora"
         )
+    if folder.resolve() in destination.resolve().parents:
+        raise InputError(f"{destination} is within the folder of the model, {folder}; name one beside it")
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise InputError(f"{destination} exists and is not an empty folder; name a new one")
     with atomic_write(destination) as new:

@@ -116,7 +116,9 @@ def adapt(dataset: Any) -> Union[IndexedSource, PipelineSource, IterableSource]:
             f"a {type(dataset).__name__} yields batches, and ranks are given samples: pass its data set, and its "
             "collate_fn as data_collator (collate= of make_loader)"
         )
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    # PyTorch's IterableDataset inherits a __getitem__ that raises.
+    is_stream = any(each.__name__ == "IterableDataset" for each in type(dataset).__mro__)
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_stream:
         return IndexedSource(dataset)
     if hasattr(dataset, "__iter__"):
         return IterableSource(dataset)

@@ -86,9 +86,9 @@ class GlobalBatchSampler:
             raise ValueError(f"uneven must be 'keep' or 'drop', got {self.uneven!r}")
         if self.uneven == "drop" and self.num_samples < self.global_batch_size:
             raise ValueError(
-                f"{self.num_samples} samples are less than one global batch of {self.global_batch_size} "
-                f"(micro_batch_size {self.micro_batch_size} * world_size {self.world_size} * accumulation_steps "
-                f"{self.accumulation_steps}), and uneven='drop' leaves none; use uneven='keep' or smaller batches"
+                f"{self.num_samples} samples are less than one global batch of {self.global_batch_size}, and a batch "
+                "that is not full is dropped, which leaves none: keep it (uneven='keep'; of the Trainer, "
+                "dataset_drop_last=False or dataloader_drop_last=False), or use smaller batches"
             )
 
     @property
@@ -146,8 +146,14 @@ class GlobalBatchSampler:
 def plan_updates(updates_per_epoch: Optional[int], num_epochs: float, max_steps: int = -1) -> tuple[int, int]:
     """Return how many updates a run makes, and how many epochs it starts; ``max_steps`` overrides ``num_epochs``.
 
-    ``updates_per_epoch`` is None for a stream of unknown length. Raises ValueError for a stream without ``max_steps``.
+    ``updates_per_epoch`` is None for a stream of unknown length. Raises ValueError for a stream without ``max_steps``,
+    and for an epoch without updates.
     """
+    if updates_per_epoch == 0:
+        raise ValueError(
+            "the training data has no full global batch, and a batch that is not full is dropped: keep it, or use "
+            "smaller batches"
+        )
     if updates_per_epoch is None:
         if max_steps <= 0:
             raise ValueError(f"the training data has no length, so set max_steps, got {max_steps}")

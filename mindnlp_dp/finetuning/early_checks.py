@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Optional, Protocol, TypeVar
@@ -25,6 +26,18 @@ class Splits(Protocol):
 Read = TypeVar("Read", bound=Splits)
 
 
+def check_output_dir(folder: Path) -> None:
+    """Raise InputError unless files can be written to this folder, or a folder of this name can be made."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not existing.is_dir():
+        raise InputError(f"output_dir must name a folder, and {existing} is a file")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise InputError(f"output_dir is {folder}, and {existing} cannot be written to: {error.strerror}") from None
+
+
 def check_files(config: ParallelConfig, model: str, read: Callable[[], Read]) -> Optional[Read]:
     """Return the data on rank 0, which alone needs the files, and None on other ranks; with --check, exit after it.
 
@@ -42,8 +55,7 @@ def check_files(config: ParallelConfig, model: str, read: Callable[[], Read]) ->
         if config.check:
             sys.exit()
         return None
-    if Path(config.output_dir).exists() and not Path(config.output_dir).is_dir():
-        raise InputError(f"output_dir must name a folder, and {config.output_dir} is a file")
+    check_output_dir(Path(config.output_dir))
     folder = Path(model)
     if model.startswith((".", "/", "~")) and not folder.exists():
         raise InputError(f"the model {model} cannot be loaded: there is no such folder")

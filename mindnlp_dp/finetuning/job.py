@@ -65,10 +65,15 @@ def train(trainer: Any, config: ParallelConfig) -> Any:
     resume = config.resume and trainer.world.run_on_rank0(lambda: has_checkpoints(folder), "looking for checkpoints")
     with as_input_error(CheckpointError):
         output = trainer.train(resume_from_checkpoint=resume)
-    if config.metric_to_keep:
-        # The results are those of the best model, which is loaded now, and not of the last one.
+    if config.metric_to_keep or not _is_evaluated(trainer.state):
+        # The results are those of the model that is written: the best one, which is loaded now, or the last.
         trainer.evaluate()
     return output
+
+
+def _is_evaluated(state: Any) -> bool:
+    """Return whether the weights of the last update were evaluated; ``--eval-steps`` may not divide the updates."""
+    return any("eval_loss" in row and row["step"] == state.global_step for row in state.log_history)
 
 
 def write(

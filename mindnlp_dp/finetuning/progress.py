@@ -27,7 +27,7 @@ def log_line(logs: Mapping[str, float], step: int, num_steps: int) -> Optional[s
     if "train_runtime" in logs:
         return None
     start = [f"update {step:>{len(str(num_steps))}}/{num_steps}", f"epoch {logs.get('epoch', 0.0):6.2f}"]
-    if "loss" in logs:
+    if not any(key.startswith("eval_") for key in logs):
         return "  ".join([*start, *(form.format(logs[key]) for key, form in _OF_UPDATE.items() if key in logs)])
     metrics = {key.removeprefix("eval_"): value for key, value in logs.items() if not key.endswith(_LEFT_OUT)}
     return "  ".join([*start, "eval", *(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())])

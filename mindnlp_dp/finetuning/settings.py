@@ -339,9 +339,9 @@ def read_config_file(path: str, kind: type[RunConfig]) -> dict[str, Any]:
                 settings[key] = float(value)
             except ValueError:
                 pass
-        if types[key] is str and type(value) is int:
-            # A number as text: the ZeRO stage, and every n-th layer.
-            settings[key] = str(value)
+        if types[key] is str and type(value) in (int, bool):
+            # A number or true as text: the ZeRO stage, every n-th layer, and what may also be "auto".
+            settings[key] = str(value).lower()
         if type(settings[key]) is not types[key]:
             raise InputError(f"{path}: {key} must be a {types[key].__name__}, got {value!r}")
     return settings

@@ -274,7 +274,8 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
             f"the tokenizer of {config.model} makes the token {largest}, and the model has {model.config.vocab_size}"
         )
     positions = getattr(model.config, "max_position_embeddings", config.max_length)
-    if config.max_length > positions:
+    # XLNet's are -1: it has no limit.
+    if config.max_length > positions > 0:
         raise InputError(
             f"max_length ({config.max_length}) is more than the {positions} tokens that {config.model} takes"
         )

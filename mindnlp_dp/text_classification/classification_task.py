@@ -61,9 +61,11 @@ class LabelledSplits:
 def read_splits(config: TaskConfig) -> LabelledSplits:
     """Read the data; raise InputError if a file or a data set cannot be loaded, or a label is wrong."""
     train, test, train_name, test_name = _read(config)
+    # Those of all rows, of which max_train_samples may leave out the only ones of a label.
     label_names = sorted(set(train.labels))
     if len(label_names) < 2:
         raise InputError(f"{train_name}: all rows have the label {label_names[0]!r}; there is nothing to classify")
+    train = train.at(chosen(len(train), config.max_train_samples, config.seed))
     train_labels, test_labels = (
         np.array(label_ids(split.labels, label_names, name), np.int64)
         for split, name in ((train, train_name), (test, test_name))
@@ -112,7 +114,6 @@ def _read(config: TaskConfig) -> tuple[Examples, Examples, str, str]:
     if len(read) == 1:
         is_test = held_out(np.array(train.labels), config.test_fraction, config.seed, train_name)
         train, test = train.at(np.flatnonzero(~is_test)), train.at(np.flatnonzero(is_test))
-    train = train.at(chosen(len(train), config.max_train_samples, config.seed))
     return train, test, train_name, test_name
 
 
@@ -149,6 +150,8 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
             print(f"{config.model} was trained for other labels: the classifier gets a new head")
     model.config.id2label = dict(enumerate(task.label_names))
     model.config.label2id = {name: i for i, name in enumerate(task.label_names)}
+    # The model may have been trained for several labels a text, or for a number.
+    model.config.problem_type = "single_label_classification"
     if isinstance(config, FinetuneConfig) and config.lora_rank and not has_adapters(model):
         return with_lora(model, config.model, config, "SEQ_CLS")
     return model

@@ -13,12 +13,12 @@ from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 
 def balanced_weights(labels: np.ndarray, num_labels: int) -> np.ndarray:
-    """Return a weight for each class, float32: samples / (classes * samples of the class).
+    """Return a weight for each class, float32: samples / (classes * samples of the class, at least 1).
 
     >>> balanced_weights(np.array([0, 0, 0, 1]), 2).tolist()
     [0.6666666865348816, 2.0]
     """
-    return (len(labels) / (num_labels * np.bincount(labels, minlength=num_labels))).astype(np.float32)
+    return (len(labels) / (num_labels * np.maximum(np.bincount(labels, minlength=num_labels), 1))).astype(np.float32)
 
 
 def trimmed(samples: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -32,8 +32,14 @@ def trimmed(samples: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     }
 
 
+def _first_output(outputs: Any, labels: Any) -> Any:
+    """Return the logits alone: models with an encoder and a decoder, such as BART, also return encoder states."""
+    return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+
+
 def make_trainer(class_weights: Optional[np.ndarray], *args: Any, **options: Any) -> Any:
     """Return the Trainer; its loss is the mean over rows, or over their class weights if these are given."""
+    options["preprocess_logits_for_metrics"] = _first_output
     if class_weights is None:
         return dp.DataParallelTrainer(*args, **options)
     from mindspore import Tensor

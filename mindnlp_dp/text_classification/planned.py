@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def check_model(model: Any, config: FinetuneConfig) -> None:
     if not config.plan:
         return
     planned = read_plan(Path(config.plan))["parameters"]
-    built = sum(p.size for p in {id(p): p for p in model.parameters()}.values())
+    built = sum(math.prod(p.shape) for p in {id(p): p for p in model.parameters()}.values())
     if abs(built / planned - 1) > _SAME:
         raise InputError(
             f"the plan is for a model of {planned:.4g} parameters, and this one has {built:.4g}; plan for its "
@@ -68,7 +69,8 @@ def check_model(model: Any, config: FinetuneConfig) -> None:
 
 def compare_with_plan(report: RunReport, config: FinetuneConfig) -> None:
     """Add the predicted and the measured time of an update, in seconds, to the report."""
-    if config.plan:
+    # A run that was resumed at its end has measured nothing.
+    if config.plan and report["train_samples_per_second"] > 0:
         measured = report["global_batch_size"] / report["train_samples_per_second"]
         report["plan"] = {"predicted": read_plan(Path(config.plan))["seconds"], "measured": measured}
 

@@ -58,7 +58,8 @@ def load_classifier(
     # RoBERTa's first position is the padding token's id plus 1.
     if "roberta" in model.config.model_type:
         positions -= model.config.pad_token_id + 1
-    if max_length > positions:
+    # XLNet's are -1: it has no limit.
+    if max_length > positions > 0:
         raise InputError(f"max_length ({max_length}) is more than the {positions} tokens that {name} takes")
     return model, is_new
 

@@ -22,6 +22,9 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.loss_weight import IGNORED
 from mindnlp_dp.runtime.devices import peak_memory
 
+# For messages: the settings of the Trainer and of custom loops.
+LEAVE_OUT = "logging_nan_inf_filter=True (in make_train_step: leave_out_bad_losses=True)"
+
 # Less lost time is not shown.
 _LEAST_SECONDS = 1e-3
 
@@ -100,7 +103,7 @@ def report_nonfinite_loss(mine: Sequence[NonFiniteLoss], group: ProcessGroup, co
     if not continues:
         raise FloatingPointError(
             f"{'; '.join(reports)}; look at these samples, lower the learning rate, or leave such micro-batches out "
-            "with logging_nan_inf_filter=True"
+            f"with {LEAVE_OUT}"
         )
     for report in reports:
         warnings.warn(
@@ -128,9 +131,7 @@ def report_nonfinite_gradient(what: str, step: int, continues: bool) -> None:
     """
     report = f"{what} at step {step}, though every loss is finite"
     if not continues:
-        raise FloatingPointError(
-            f"{report}; lower the learning rate, or leave out such updates with logging_nan_inf_filter=True"
-        )
+        raise FloatingPointError(f"{report}; lower the learning rate, or leave out such updates with {LEAVE_OUT}")
     warnings.warn(f"{report}; this update is left out", RuntimeWarning, stacklevel=2)
 
 

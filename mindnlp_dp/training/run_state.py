@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.distributed_model import DistributedModel
 from mindnlp_dp.training.train_step import TrainStep
@@ -100,6 +101,7 @@ class Run:
                 f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
             )
         error = error or _other_optimizer(step.updater.optimizer, optimizer.get("param_groups", ()))
+        error = error or _other_scheduler(step.updater.scheduler, saved.get("scheduler"))
         # With a sharded model, ranks may come to different results.
         self.group.raise_on_all_ranks(error, "restoring the optimizer")
         # Older checkpoints do not have a bucket order.
@@ -112,6 +114,21 @@ class Run:
         step.losses.load_states(saved["losses"])
         if step.precision is not None:
             step.precision.load_state(saved.get("mixed_precision"))
+
+
+def _other_scheduler(scheduler: Any, saved: Optional[Mapping[str, Any]]) -> Optional[ValueError]:
+    """Return an error if the saved state is that of another kind of learning-rate scheduler, by its public names."""
+    states = [None if scheduler is None else scheduler.state_dict(), saved]
+    mine, theirs = (
+        "none" if state is None else ", ".join(sorted(name for name in state if not name.startswith("_")))
+        for state in states
+    )
+    if mine == theirs:
+        return None
+    return ValueError(
+        f"the run that is resumed has another learning-rate scheduler (its state: {theirs}) than this one ({mine}); "
+        "resume with the scheduler of that run"
+    )
 
 
 def _other_optimizer(optimizer: Any, saved_groups: Iterable[Mapping[str, Any]]) -> Optional[ValueError]:
@@ -131,7 +148,7 @@ def _other_optimizer(optimizer: Any, saved_groups: Iterable[Mapping[str, Any]]) 
 
 
 def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any], way_out: str) -> None:
-    """Raise ValueError unless the data and its order are as in the saved run; ``way_out`` is a hint for the message."""
+    """Raise CheckpointError, with the hint ``way_out``, unless the data and its order are as in the saved run."""
     differences = []
     for key in now:
         if isinstance(now[key], Mapping) and isinstance(then.get(key), Mapping):
@@ -140,7 +157,7 @@ def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any], way_out: st
         elif now[key] != then.get(key):
             differences.append(f"{key} was {then.get(key)} and is {now[key]}")
     if differences:
-        raise ValueError(
+        raise CheckpointError(
             f"the checkpoint's run cannot be resumed with these data: {'; '.join(differences)}. Resume with what "
             f"it was trained with, or {way_out}"
         )

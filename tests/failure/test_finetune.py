@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import random
+import shutil
 
 import pytest
 
 from conftest import ROOT, run_job
 from mindnlp_dp.commands.main import main
+from mindnlp_dp.runtime.mindnlp_api import transformers_api
+from mindnlp_dp.text_classification.tokenize_texts import BOS, EOS, PAD
 
 WORDS = {"good": "fine great lovely", "bad": "poor awful dull", "so": "mean middle normal"}
 SIZES = (
@@ -80,6 +83,7 @@ SETTINGS = {
     "LoRA": "--model MODEL --lora-rank 4 --lora-targets query,value",
     "continued LoRA": "--model MODEL",
     "decoder": "--model MODEL",
+    "encoder and decoder": "--model MODEL --dropout 0.0",
 }
 
 
@@ -171,3 +175,32 @@ def test_test_fraction_is_held_out_and_max_train_samples_are_trained(files):
     _, report = report_of(files, "fraction", 2, *flags)
     assert report["train_samples"] == 50
     assert 14 <= report["eval_samples"] <= 18
+
+
+@pytest.mark.parametrize("eval_steps", [2, 100])
+def test_the_model_of_the_last_update_is_evaluated_for_any_eval_steps(files, model, eval_steps):
+    """The model was trained for numbers, and its configuration says so."""
+    folder = files / f"of-numbers-{eval_steps}"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "problem_type": "regression"}))
+    flags = ["--model", str(folder), "--test-file", "../test.csv", "--max-steps", "5"]
+    _, report = report_of(files, f"every-{eval_steps}", 2, *flags, "--eval-steps", str(eval_steps))
+    last = [row for row in report["history"] if "eval_loss" in row][-1]
+    assert (last["step"], report["eval_loss"]) == (5, last["eval_loss"])
+    assert last["eval_loss"] == pytest.approx(1.0, abs=0.5)
+    written = json.loads((files / f"every-{eval_steps}/out/model/config.json").read_text())
+    assert written["problem_type"] == "single_label_classification"
+
+
+def test_a_classifier_with_encoder_and_decoder_has_the_losses_of_one_process(files, model):
+    library = transformers_api()
+    config = library.BartConfig(
+        vocab_size=300, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, pad_token_id=PAD,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, num_labels=3,
+        bos_token_id=BOS, eos_token_id=EOS, decoder_start_token_id=EOS,
+    )  # fmt: skip
+    folder = files / "bart"
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    library.BartForSequenceClassification(config).save_pretrained(str(folder))
+    same_losses(files, folder, "encoder and decoder")

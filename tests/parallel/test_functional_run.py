@@ -33,13 +33,13 @@ class Points:
         return {"features": self.features[index], "labels": self.labels[index]}
 
 
-def roberta(group, seed, **options):
+def roberta(group, seed, schedules=True, **options):
     """Return a MindNLP model with dropout, its step with a schedule and two micro steps, and its loader."""
     model = tiny_roberta(seed=seed, dropout=0.2)
     model.set_train(True)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.AdamW(parameters, lr=1e-2)
-    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step) if schedules else None
     step = dp.make_train_step(
         lambda input_ids, attention_mask, labels: model(input_ids, attention_mask, labels=labels).loss,
         optimizer, parameters, accumulation_steps=2, scheduler=scheduler, max_grad_norm=1.0, seed=5, **options,
@@ -90,6 +90,12 @@ def train_for(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume
             break
     parameters = model.trainable_params() if isinstance(model, cells.Cell) else model.parameters()
     return [p.asnumpy().copy() for p in parameters], losses, run
+
+
+def test_a_run_with_a_scheduler_is_not_resumed_without_one(group, shared_tmp_path):
+    train_for(roberta, shared_tmp_path, group, stop_at=2)
+    with pytest.raises(ValueError, match="has another learning-rate scheduler .*lr_lambdas.* than this one .none."):
+        train_for(lambda *given, **options: roberta(*given, schedules=False), shared_tmp_path, group, resume=True)
 
 
 @pytest.mark.parametrize("make", [roberta, cell])

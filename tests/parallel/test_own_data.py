@@ -54,6 +54,26 @@ def test_a_pytorch_loader_is_refused_as_a_data_set(group, tmp_path):
         dp.make_loader(Loader(Rows(4)), 2)
 
 
+class IterableDataset:
+    """What an IterableDataset of PyTorch inherits; its subclasses may define a length."""
+
+    def __getitem__(self, index):
+        raise NotImplementedError
+
+
+class Stream(IterableDataset):
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return map(Rows(12).__getitem__, range(12))
+
+
+def test_an_iterable_dataset_with_a_length_is_read_as_a_stream(group, tmp_path):
+    trainer = train(tiny_roberta(), Stream(), tmp_path, per_device_train_batch_size=2, **SETTINGS)
+    assert trainer.state.global_step == 3
+
+
 def test_data_methods_that_return_our_loaders_train_and_evaluate_as_in_one_process(group, tmp_path):
     columns = ["input_ids", "attention_mask", "label"]
 

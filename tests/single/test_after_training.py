@@ -104,6 +104,7 @@ def test_export_and_generate_report_invalid_arguments_and_folders(monkeypatch, t
     merges = ["export", tmp_path / "base", tmp_path / "new", "--merge-lora"]
     assert "has no adapters to merge: it is a full model already; leave out --merge-lora" in error(*merges)
     assert "exists and is not an empty folder" in error("export", tmp_path / "base", tmp_path / "base")
+    assert "is within the folder of the model" in error("export", tmp_path / "base", tmp_path / "base/a/new")
     assert "the prompt has 200 tokens; expected at least 1, and less than 128" in error(
         "generate", tmp_path / "base", "<|im_end|>" * 200, "--raw"
     )

@@ -62,6 +62,8 @@ CLASSIFIER = "finetune.py --train-file a.csv --test-file a.csv"
             "adapters/adapter_config.json does not describe adapters",
         ),
         (f"{CLASSIFIER} --output-dir a.csv", "output_dir must name a folder, and a.csv is a file"),
+        (f"{CLASSIFIER} --output-dir a.csv/out", "a.csv is a file"),
+        (f"{CLASSIFIER} --output-dir /proc/out", "output_dir is /proc/out, and /proc cannot be written to: "),
         (f"{CLASSIFIER} --plan none.json", "none.json is not what mindnlp-dp plan --json writes"),
         ("finetune.py --dataset .", "the data set . "),
         ("finetune_llm.py --train-file half.jsonl --test-file a.jsonl", "half.jsonl, line 1: expected"),

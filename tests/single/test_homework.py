@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import hashlib
 import http.server
 import importlib.util
@@ -161,6 +163,17 @@ def test_an_archive_with_another_md5_is_refused(download, server, tmp_path):
     with pytest.raises(download.DownloadError, match="is not the archive that was published: its MD5 is"):
         download.fetch(tmp_path, server.url)
     assert list(tmp_path.glob("*.tsv")) == []
+
+
+def test_a_full_disk_is_not_called_a_missing_network(download, server, tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        yield
+
+    monkeypatch.setattr(download, "atomic_write", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        download.fetch(tmp_path, server.url, server.md5)
 
 
 def test_a_download_without_network_advises_to_copy_the_archive(download, server, tmp_path):

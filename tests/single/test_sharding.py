@@ -151,7 +151,7 @@ def test_invalid_sampler_arguments_are_refused():
         GlobalBatchSampler(0, 2)
     with pytest.raises(ValueError, match="uneven must be 'keep' or 'drop', got 'wrap'"):
         GlobalBatchSampler(10, 2, uneven="wrap")
-    with pytest.raises(ValueError, match="7 samples are less than one global batch of 8 .* use uneven='keep'"):
+    with pytest.raises(ValueError, match="7 samples are less than one global batch of 8, .* uneven='keep'"):
         GlobalBatchSampler(7, 4, world_size=2, uneven="drop")
     with pytest.raises(ValueError, match="3 training samples for 4 ranks"):
         check_every_rank_has_a_sample(3, 4)
@@ -185,6 +185,8 @@ def test_plan_updates_follows_epochs_and_max_steps(plan, expected):
 def test_a_stream_without_max_steps_is_refused():
     with pytest.raises(ValueError, match="has no length, so set max_steps"):
         plan_updates(None, 3)
+    with pytest.raises(ValueError, match="no full global batch, and a batch that is not full is dropped: keep it"):
+        plan_updates(0, 3, 7)
 
 
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=300), batch_size=st.integers(1, 40))

@@ -24,7 +24,7 @@ from mindnlp_dp.text_classification.classification_config import FinetuneConfig
 from mindnlp_dp.text_classification.classification_recorder import class_scores
 from mindnlp_dp.text_classification.classification_results import summary, write_results
 from mindnlp_dp.text_classification.classification_task import prepare_task, read_splits
-from mindnlp_dp.text_classification.classification_trainer import trimmed
+from mindnlp_dp.text_classification.classification_trainer import balanced_weights, trimmed
 from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples, texts_of
 from mindnlp_dp.text_classification.hub import load_examples
@@ -318,9 +318,10 @@ def test_tokenizer_and_splits_are_deterministic():
 
 
 def test_flags_override_the_config_file_and_the_file_the_defaults(tmp_path):
-    path = write(tmp_path / "c.yaml", "num_epochs: 7\nlearning_rate: 3e-4\ntune_runtime: false\n")
+    path = write(tmp_path / "c.yaml", "num_epochs: 7\nlearning_rate: 3e-4\ntune_runtime: false\noverlap: false\n")
     config = parse_config(FinetuneConfig, ["--config", path, "--num-epochs", "1.5"])
     assert (config.num_epochs, config.learning_rate, config.tune_runtime, config.seed) == (1.5, 3e-4, False, 42)
+    assert config.overlap == parse_config(FinetuneConfig, ["--overlap", "false"]).overlap
     assert (
         parse_config(FinetuneConfig, ["--config", path, "--num-epochs", "2"]).num_epochs == 2.0
     )  # a flag with the value of a default
@@ -479,6 +480,14 @@ def test_test_fraction_splits_the_training_file(tmp_path):
     assert splits.labels[1].tolist().count(0) == 5
 
 
+def test_labels_of_samples_that_are_left_out_are_known(tmp_path):
+    path = write(tmp_path / "a.csv", "\n".join(["text,label", *(f"text {n},label {n % 20}" for n in range(40)), ""]))
+    splits = read_splits(FinetuneConfig(train_file=path, test_fraction=0.5, max_train_samples=3))
+    assert (len(splits.train), len(splits.test), len(splits.label_names)) == (3, 20, 20)
+    weights = balanced_weights(splits.labels[0], 20)
+    assert np.isfinite(weights).all()
+
+
 @pytest.mark.core
 def test_predictions_are_written_in_the_order_of_the_file(tmp_path):
     write_predictions(tmp_path, ["one, two", "three"], np.log([[0.2, 0.8], [0.5, 0.5]]), ["x", "y"])
@@ -508,3 +517,5 @@ def test_log_lines_show_loss_norm_rate_and_speed():
     }
     assert log_line(evaluation, 7, 100) == "update   7/100  epoch   1.00  eval  loss 0.5000  macro f1 0.2500"
     assert log_line({"train_runtime": 1.0}, 7, 100) is None
+    # A line without a loss, which was NaN.
+    assert log_line({"learning_rate": 2e-3}, 7, 100) == "update   7/100  epoch   0.00  rate 2.00e-03"

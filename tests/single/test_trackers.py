@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 
 import pytest
@@ -100,6 +101,28 @@ def test_a_resumed_run_continues_its_curves(tmp_path, monkeypatch, name):
     resumed, _ = curves(tmp_path / "resumed", [Stop()], [])
     assert sorted(resumed["train/loss"]) == expected["train/loss"]
     assert sorted(resumed["eval/loss"]) == expected["eval/loss"]
+
+
+def test_a_report_ends_with_its_trainer(tmp_path, monkeypatch):
+    seen = []
+
+    class Recording:
+        def __init__(self, run):
+            pass
+
+        def log(self, values, step):
+            seen.extend(name for name in values if name == "eval/loss")
+
+        def finish(self):
+            seen.append("finished")
+
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", (Recording, "json"))
+    trainer = run(tmp_path, "mlflow")
+    trainer.evaluate()
+    assert seen == ["eval/loss"] * 3
+    del trainer
+    gc.collect()
+    assert seen[3:] == ["finished"]
 
 
 def test_unknown_tracker_names_are_refused():

@@ -7,12 +7,14 @@ steps that they do not have. A tracker that fails is dropped with a warning: tra
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -118,6 +120,8 @@ class MLflow:
             for key, value in _plain(run.settings).items():
                 # MLflow refuses longer values.
                 self._client.log_param(self._steps.id, key, str(value)[:500])
+        else:
+            self._client.update_run(self._steps.id, status="RUNNING")
         for row in run.history:
             self.log(curves_of(row), row["step"])
 
@@ -219,6 +223,8 @@ class TrackerCallback(TrainerCallback):
     def __init__(self, names: Sequence[str], run_of: Callable[[], RunId]) -> None:
         self._names, self._run_of = names, run_of
         self._open: dict[str, Tracker] = {}
+        # Evaluations after train() are reported, too: the report ends with the Trainer or the process.
+        weakref.finalize(self, _finish_at_exit, self._open)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._finish()
@@ -254,3 +260,10 @@ class TrackerCallback(TrainerCallback):
             warnings.warn(
                 f"{name} does not log this run any more: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3
             )
+
+
+def _finish_at_exit(trackers: dict[str, Tracker]) -> None:
+    for tracker in trackers.values():
+        # The library's own handler may have ended the report.
+        with contextlib.suppress(Exception):
+            tracker.finish()
