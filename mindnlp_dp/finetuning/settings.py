@@ -83,6 +83,11 @@ class RunConfig:
         for name in ("global_batch_size", "eval_batch_size", "logging_steps"):
             self.check_at_least(1, name)
         self.check_at_least(0, "max_train_samples")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed must be from 0 to {2**32 - 1}, got {self.seed}")
+        for name in ("dropout", "lora_dropout"):
+            if not 0 <= getattr(self, name, 0.0) < 1:
+                raise InputError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
         if not 0 <= self.test_fraction < 1:
             raise InputError(f"test_fraction must be from 0 to 1, got {self.test_fraction}")
         if not 0 < self.learning_rate < math.inf:

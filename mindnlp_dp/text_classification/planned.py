@@ -51,7 +51,9 @@ def follow_plan(config: FinetuneConfig) -> FinetuneConfig:
         given = getattr(config, name)
         if given not in (defaults[name], value):
             raise InputError(f"{name} is {given}, and the plan's is {value}; leave one of them out")
-    return dataclasses.replace(config, **settings)
+    planned = dataclasses.replace(config, **settings)
+    planned.validate()
+    return planned
 
 
 def check_model(model: Any, config: FinetuneConfig) -> None:

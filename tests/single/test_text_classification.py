@@ -441,6 +441,9 @@ def test_every_setting_has_a_help_text():
         ),
         ("--max-train-samples=-1", "max_train_samples must be at least 0, got -1"),
         ("--lora-rank 4", "lora_rank is for a pretrained model; pass --model FOLDER"),
+        ("--seed=-1", "seed must be from 0 to 4294967295, got -1"),
+        ("--dropout 1.5", "^dropout must be from 0 to 1, got 1.5"),
+        ("--lora-dropout=-0.1", "lora_dropout must be from 0 to 1, got -0.1"),
     ],
 )
 def test_invalid_and_contradicting_flags_are_refused(flags, message):
