@@ -7,7 +7,8 @@ A batch has pairs of texts with the same label. Each text is to be nearer to its
 other texts in the batch (van den Oord et al., Representation Learning with Contrastive Predictive Coding, 2018), on
 whichever rank they are: ``dp.all_gather_with_grad`` brings them together. The encoder has the sizes of all-MiniLM-L6
 and random weights; ``--model FOLDER`` starts from a pretrained BERT, such as all-MiniLM-L6-v2. Prints how many test
-texts are nearest to one of 2,000 training texts that has their label, before and after training.
+texts are nearest to one of 2,000 training texts that has their label, before and after training, and writes the encoder
+with its tokenizer to ``model/`` of the output folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from mindnlp_dp.finetuning.pretrained import load_pretrained
 from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError
 from mindnlp_dp.text_classification.classification_config import TaskConfig
-from mindnlp_dp.text_classification.classification_task import prepare_task
+from mindnlp_dp.text_classification.classification_task import prepare_task, save_tokenizer
 
 SCALE = 20.0
 
@@ -138,6 +139,10 @@ def main() -> None:
         updates = trainer.state.global_step
         print(f"mean loss {loss:.6f} in {updates} updates")
         print(f"nearest text of the same label: {before:.4f} before, {after:.4f} after")
+        folder = f"{args.output_dir}/model"
+        trainer.save_model(folder)
+        save_tokenizer(config, task, folder)
+        print(f"written to {folder}")
     print(f"rank {group.rank}: weights {dp.assert_replicas_in_sync(model)}")
 
 

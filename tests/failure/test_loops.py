@@ -83,6 +83,8 @@ def test_sentence_embeddings_do_not_depend_on_the_number_of_ranks(tmp_path):
         )  # fmt: skip
         assert job.returncode == 0, job.stdout
         found.append(re.search(r"mean loss ([0-9.]+) in 5 updates\n.* before, ([0-9.]+) after", job.stdout).groups())
+        written = set(os.listdir(tmp_path / str(ranks) / "model"))
+        assert {"model.safetensors", "config.json", "tokenizer.json"} <= written
     (loss, accuracy), other = (tuple(map(float, numbers)) for numbers in found)
     assert 0 < loss < 3.05
     assert 0 < accuracy <= 1
