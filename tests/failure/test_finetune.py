@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from conftest import ROOT, run_job
+from conftest import ROOT, run_job, slow
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 from mindnlp_dp.text_classification.tokenize_texts import BOS, EOS, PAD
@@ -177,7 +177,7 @@ def test_test_fraction_is_held_out_and_max_train_samples_are_trained(files):
     assert 14 <= report["eval_samples"] <= 18
 
 
-@pytest.mark.parametrize("eval_steps", [2, 100])
+@pytest.mark.parametrize("eval_steps", [pytest.param(2, marks=slow), 100])
 def test_the_model_of_the_last_update_is_evaluated_for_any_eval_steps(files, model, eval_steps):
     """The model was trained for numbers, and its configuration says so."""
     folder = files / f"of-numbers-{eval_steps}"
@@ -193,6 +193,7 @@ def test_the_model_of_the_last_update_is_evaluated_for_any_eval_steps(files, mod
     assert written["problem_type"] == "single_label_classification"
 
 
+@slow
 def test_a_classifier_with_encoder_and_decoder_has_the_losses_of_one_process(files, model):
     library = transformers_api()
     config = library.BartConfig(
