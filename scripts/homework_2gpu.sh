@@ -20,6 +20,6 @@ rm -f "$out/report.json"
 # msrun may exit with 1 after a job that succeeded, so the report that the job wrote decides.
 msrun --worker_num=2 --local_worker_num=2 --master_port="$MASTER_PORT" --log_dir="$LOG_DIR" --join=True \
   --cluster_time_out=120 --tail_worker_log=0 \
-  "$ROOT/homework/train_data_parallel.py" --config "$config" "$@" || tell_errors $?
+  "$ROOT/homework/train_data_parallel.py" --config "$config" "$@" --output-dir "$out" || tell_errors $?
 
 mindnlp-dp report "$out"

@@ -54,19 +54,23 @@ check_cores() {
   [ "$1" -le "$cores" ] || fail "$1 processes, but there are $cores cores to use; they would take turns"
 }
 
-# output_dir CONFIG FLAGS...: prints the output folder of a job with these flags; flags override the config. With an
+# output_dir CONFIG FLAGS...: prints the output folder of a job with these flags, which may name another config. With an
 # empty name the job would write files into the root folder, and a script would remove files there.
 output_dir() {
-  local folder
-  folder=$(sed -n 's/^output_dir: *//p' "$1")
+  local config=$1 default folder given=false
+  default=$(sed -n 's/^output_dir: *//p' "$config")
   shift
   while [ $# -gt 0 ]; do
     case $1 in
-      --output-dir=*) folder=${1#*=} ;;
-      --output-dir) folder=${2-} ;;
+      --output-dir=*) folder=${1#*=} given=true ;;
+      --output-dir) folder=${2-} given=true ;;
+      --config=*) config=${1#*=} ;;
+      --config) config=${2-} ;;
     esac
     shift
   done
+  $given || folder=$(sed -n 's/^output_dir: *//p' "$config" 2>/dev/null || true)
+  $given || folder=${folder:-$default}
   case $folder in '' | -*) fail "--output-dir must name a folder, got '$folder'" ;; esac
   echo "$folder"
 }

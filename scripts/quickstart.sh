@@ -19,6 +19,9 @@ output_dir=""
 flags=()
 while [ $# -gt 0 ]; do
   case $1 in
+    --nproc=* | --backend=* | --engine=* | --config=* | --output-dir=*)
+      set -- "${1%%=*}" "${1#*=}" "${@:2}"
+      ;;
     --compare)
       compare=true
       shift

@@ -25,6 +25,13 @@ def run_export(output_dir: Path, destination: Path, merge_lora: bool, base: str)
             if has_adapters
             else f"{folder} has no adapters to merge: it is a full model already; leave out --merge-lora"
         )
+    if kind not in AUTO_CLASSES:
+        raise InputError(
+            f"the adapters of {folder} are for the task {kind}, expected one of {', '.join(AUTO_CLASSES)}: write it "
+            "as task_type into adapter_config.json"
+        )
+    if destination.resolve() == Path.cwd():
+        raise InputError(f"{destination} is the current folder; name a new one")
     if folder.resolve() in destination.resolve().parents:
         raise InputError(f"{destination} is within the folder of the model, {folder}; name one beside it")
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):

@@ -26,7 +26,7 @@ def run_generate(
     found = find_model(output_dir)
     folder = str(found)
     tokenizer, fast = pretrained_tokenizer(folder, base)
-    if not raw and tokenizer.chat_template and _template_of(found.parent) != "plain":
+    if not raw and tokenizer.chat_template and _template_of(found.resolve().parent) != "plain":
         chat = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         ids = fast.encode(text, add_special_tokens=False).ids
@@ -37,7 +37,9 @@ def run_generate(
     from mindspore import Tensor
 
     model = load_saved(folder, base=base)
-    positions = getattr(model.config, "max_position_embeddings", None) or len(ids) + max_new_tokens
+    # Without a limit it is missing, or -1.
+    limit = getattr(model.config, "max_position_embeddings", None) or -1
+    positions = limit if limit > 0 else len(ids) + max_new_tokens
     if not 0 < len(ids) < positions:
         raise InputError(f"the prompt has {len(ids)} tokens; expected at least 1, and less than {positions}")
     model.set_train(False)
@@ -53,4 +55,6 @@ def run_generate(
 def _template_of(output_dir: Path) -> str:
     """Return the template that a run was trained with; "" if the folder is not a run's."""
     report = output_dir / REPORT_FILE
-    return json.loads(report.read_text(encoding="utf-8"))["config"].get("template", "") if report.is_file() else ""
+    found = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    config = found.get("config") if isinstance(found, dict) else None
+    return str(config.get("template", "")) if isinstance(config, dict) else ""

@@ -50,7 +50,7 @@ def check_files(config: ParallelConfig, model: str, read: Callable[[], Read]) ->
     """
     launch = detect_launch(os.environ)
     # Not every launcher gives ranks to its processes; then the data is read after the processes have joined.
-    is_first = launched_rank(os.environ, int(launch.by != "none")) == 0
+    is_first = launched_rank(os.environ, 0 if config.check else int(launch.by != "none")) == 0
     if not is_first:
         if config.check:
             sys.exit()

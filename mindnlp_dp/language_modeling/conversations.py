@@ -90,7 +90,8 @@ def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
     found = [_message(message, where) for message in messages]
     if found[-1].role != "assistant":
         raise InputError(f"{where}: the last message must be the assistant's, got {found[-1].role!r}")
-    masks = row.get("mask_history", False)
+    # Parquet gives every row all keys, with null for those that it does not have.
+    masks = False if row.get("mask_history") is None else row["mask_history"]
     if not isinstance(masks, bool):
         raise InputError(f"{where}: mask_history must be true or false, got {shown(masks)}")
     conversation = Conversation(only_last_counted(found) if masks else found)
@@ -150,7 +151,7 @@ def _message(message: Any, where: str) -> Message:
         known = ", ".join(("role", "content", *MESSAGE_KEYS))
         raise InputError(f"{where}: a message has the key {unknown[0]!r}; known are {known}; remove it from the file")
     weight = more.pop("weight", 1)
-    if weight not in (0, 1) or (weight == 1 and role != "assistant" and "weight" in message):
+    if weight not in (0, 1) or (weight == 1 and role != "assistant" and message.get("weight") is not None):
         raise InputError(f"{where}: weight is 0 or 1, and 1 for the assistant only; got {shown(message)}")
     if "tool_calls" in more:
         calls = f"{where}: tool_calls must be a list of calls"

@@ -175,7 +175,9 @@ def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingT
     if max(sizes["pp"], sizes["sp"], sizes["fsdp"]) > 1:
         return []
     tokenizer = Tokenizer.from_str(task.tokenizer_json)
-    positions = getattr(model.config, "max_position_embeddings", None) or config.max_length + config.max_new_tokens
+    # Without a limit it is missing, or -1.
+    limit = getattr(model.config, "max_position_embeddings", None) or -1
+    positions = limit if limit > 0 else config.max_length + config.max_new_tokens
     num_new = min(config.max_new_tokens, positions - 1)
     model.set_train(False)
     found = []

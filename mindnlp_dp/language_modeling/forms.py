@@ -32,7 +32,8 @@ def messages_of(row: Mapping[str, Any], where: str) -> Optional[list[Any]]:
         return [*_system(row, where), *_history(row.get("history"), where), *_alpaca(row, where)]
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str) and completion:
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        both = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        return [*_system(row, where), *_history(row.get("history"), where), *both]
     return None
 
 

@@ -21,6 +21,7 @@ _MOST_DRAWN = 14
 # A plan that leaves less than this fraction of the memory gets a note.
 _TIGHT = 0.2
 _GIB = 2**30
+_PRECISIONS = {"mixed": "values of 2 bytes, optimizer state of float32", "float32": "float32"}
 
 
 def run_plan(args: argparse.Namespace, cluster_keys: Optional[Mapping[str, Any]] = None) -> int:
@@ -47,7 +48,8 @@ def text_of(plans: Plans, top: int = 5) -> str:
         f"cluster  {cluster.name}: {cluster.num_hosts} x {cluster.devices_per_host} devices with "
         f"{cluster.memory / _GIB:.1f} GiB, {cluster.flops * cluster.efficiency / 1e12:.3g} TFLOP/s in matrix products, "
         f"{1e-9 / cluster.inside.beta:.3g} GB/s inside a host"
-        + (f", {1e-9 / cluster.between.beta:.3g} GB/s between" if cluster.num_hosts > 1 else ""),
+        + (f", {1e-9 / cluster.between.beta:.3g} GB/s between" if cluster.num_hosts > 1 else "")
+        + f"; {_PRECISIONS[cluster.precision]}",
     ]
     if cluster.source:
         lines.append(f"         {cluster.source}")
@@ -66,6 +68,11 @@ def text_of(plans: Plans, top: int = 5) -> str:
         lines.append(
             f"note     only {100 * best.margin:.0f} % of a device's memory is left; every measured run had enough "
             "memory\n         when the estimate left 20 %: plan for that with --fill 0.8"
+        )
+    if cluster.precision == "mixed" and not param_dtype(best, plans):
+        lines.append(
+            "note     this counts 2 bytes for a value, and the recipes compute in float32 with tp, pp and ep: for "
+            "them, plan\n         with precision: float32 in the cluster's YAML"
         )
     lines.append(f"launch   {launch_command(best, plans) or _in_code(best, plans)}")
     if plans.rejected:
@@ -100,6 +107,12 @@ def _stage(stage: StagePlan) -> str:
     return f"{what}: {1e3 * (stage.forward + stage.backward):.3g} ms, {stage.memory.total / _GIB:.3g} GiB"
 
 
+def param_dtype(found: Plan, plans: Plans) -> str:
+    """Return the type that a run must compute in to need a plan's memory and time; "" for float32."""
+    others = {axis for axis, size in found.mesh.items() if size != 1} - {"dp", "fsdp", "sp"}
+    return "bfloat16" if plans.cluster.precision == "mixed" and not others else ""
+
+
 def launch_command(found: Plan, plans: Plans) -> Optional[str]:
     """Return the command that launches a plan on the user's FILE; None if ``scripts/finetune.py`` cannot train it."""
     if not plans.model.train_flags:
@@ -123,6 +136,8 @@ def launch_command(found: Plan, plans: Plans) -> Optional[str]:
         settings["pipeline-layers"] = ",".join(str(end - first) for first, end in layers)
     if found.recompute:
         settings["gradient-checkpointing"] = "true"
+    if dtype := param_dtype(found, plans):
+        settings["param-dtype"] = dtype
     flags = [plans.model.train_flags, *(f"--{name} {value}" for name, value in settings.items())]
     return " ".join([start, "scripts/finetune.py --train-file FILE --test-fraction 0.1", *flags])
 
@@ -136,6 +151,7 @@ def _in_code(found: Plan, plans: Plans) -> str:
         layers = [end - first for first, end in (stage.blocks or (0, 0) for stage in found.stages)]
         options = f", schedule={found.schedule!r}, layers_per_stage={layers}"
     options += ", recompute=True" * found.recompute
+    options += f", param_dtype={param_dtype(found, plans)!r}" if param_dtype(found, plans) else ""
     return (
         f"in your script: dp.parallelize(model, dp.init_device_mesh({found.mesh}){options}), and "
         f"{found.num_micro_batches} micro-batches of {found.micro_batch_size} samples, zero_stage={found.zero_stage}"
@@ -182,7 +198,7 @@ def plan_dict(found: Plan, plans: Plans) -> dict[str, Any]:
         "micro_batch_size": found.micro_batch_size,
         "num_micro_batches": found.num_micro_batches, "recompute": found.recompute, "zero_stage": found.zero_stage,
         "seconds": found.seconds, "parts": found.parts, "speedup": found.speedup, "amdahl": found.amdahl,
-        "margin": found.margin, "launch": launch_command(found, plans),
+        "margin": found.margin, "param_dtype": param_dtype(found, plans), "launch": launch_command(found, plans),
         "stages": [
             {
                 "sharing": str(stage.sharing), "layers": stage.blocks, "operators": stage.operators,

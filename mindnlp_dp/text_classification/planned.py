@@ -21,7 +21,7 @@ _SAME = 0.1
 
 
 def follow_plan(config: FinetuneConfig) -> FinetuneConfig:
-    """Return the settings with the plan's mesh, ZeRO stage, micro-batch and schedule, if a plan is given.
+    """Return the settings with the plan's mesh, ZeRO stage, micro-batch, schedule and type, if a plan is given.
 
     Raises:
         InputError: the file is not a plan, or a setting contradicts it.
@@ -37,6 +37,7 @@ def follow_plan(config: FinetuneConfig) -> FinetuneConfig:
         "micro_batch_size": found["micro_batch_size"],
         "zero_stage": str(found["zero_stage"]),
         "gradient_checkpointing": found["recompute"],
+        "param_dtype": found["param_dtype"],
     }
     if found["schedule"]:
         settings["pipeline_schedule"] = found["schedule"]
@@ -93,6 +94,7 @@ def read_plan(path: Path) -> dict[str, Any]:
             },
             "layers": [[int(number) for number in stage["layers"]] for stage in found["stages"]],
             "parameters": float(content["model"]["parameters"]), "batch": int(content["batch"]),
+            "param_dtype": str(found.get("param_dtype", "")),
             **{key: found[key] for key in ("schedule", "micro_batch_size", "recompute", "zero_stage", "seconds")},
         }  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -10,6 +10,7 @@ import http.server
 import importlib.util
 import io
 import re
+import subprocess
 import tarfile
 import threading
 
@@ -186,3 +187,19 @@ def test_a_download_without_network_advises_to_copy_the_archive(download, server
     (tmp_path / "emotion.tar.gz").write_bytes(server.content)
     download.fetch(tmp_path, url, server.md5)
     assert (tmp_path / "train.tsv").read_bytes() == FILES["train.tsv"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "outputs/banking77_2cpu"),
+        ("--output-dir=a --config b.yaml", "a"),
+        ("--config other.yaml", "elsewhere"),
+        ("--config=none.yaml", "outputs/banking77_2cpu"),
+    ],
+)
+def test_the_homework_scripts_find_the_output_folder(homework, tmp_path, flags, expected):
+    (tmp_path / "other.yaml").write_text("num_epochs: 1\noutput_dir: elsewhere\n")
+    command = f'source "$1/scripts/msrun_checks.sh"; output_dir "$1/configs/banking77_2cpu.yaml" {flags}'
+    done = subprocess.run(["bash", "-euc", command, "-", homework.parent], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{expected}\n", done.stderr

@@ -152,3 +152,16 @@ def test_the_saved_chat_template_writes_the_text_of_training(tmp_path, name):
 
 def test_unused_keys_of_a_row_are_recorded(tmp_path):
     assert read(tmp_path, TURNS, id=1, mask_history=False).ignored == {"id"}
+
+
+def test_null_keys_of_parquet_files_are_like_missing_ones(tmp_path):
+    turns = [{**turn, "weight": 1 if turn["role"] == "assistant" else None} for turn in TURNS]
+    assert read(tmp_path, turns, mask_history=None) == read(tmp_path, TURNS)
+
+
+def test_prompts_and_completions_keep_their_system_message(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"system": "Be brief.", "prompt": "a", "completion": "b"}\n')
+    [found] = read_conversations(str(tmp_path / "a.jsonl"))
+    assert [(each.role, each.content) for each in found] == [
+        ("system", "Be brief."), ("user", "a"), ("assistant", "b")
+    ]  # fmt: skip

@@ -862,3 +862,12 @@ def test_the_preset_this_machine_is_measured():
     assert 1e9 < cluster.flops < 1e14
     assert 1e8 < cluster.memory_bandwidth < 1e13
     assert plan(load_model(TINY), cluster.resized(1), 8)[0].seconds > 0
+
+
+def test_plans_in_half_precision_say_so_in_their_commands():
+    plans = plan(load_model("roberta-base"), load_cluster("ascend-910b-8"), 256)
+    half = next(each for each in plans if {axis for axis, size in each.mesh.items() if size != 1} == {"dp"})
+    assert "--param-dtype bfloat16" in launch_command(half, plans)
+    assert "values of 2 bytes, optimizer state of float32" in text_of(plans)
+    sharded = next(each for each in plans if each.mesh.get("tp", 1) != 1)
+    assert "--param-dtype" not in launch_command(sharded, plans)

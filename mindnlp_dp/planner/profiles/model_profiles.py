@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -141,6 +142,8 @@ def load_model(
         ValueError: A key is unknown or missing, or its value is invalid; the message is one sentence with the key.
     """
     model = _from_keys(*_read(given), sequence)
+    if pretrained := _pretrained(given, model.kind):
+        model.train_flags = f"--model {pretrained} --max-length {model.sequence}"
     if optimizer not in ("adamw", "muon"):
         raise ValueError(f"optimizer must be adamw or muon, got {optimizer!r}")
     if lora_rank is not None:
@@ -150,6 +153,14 @@ def load_model(
         model = with_lora(model, lora_rank)
         model.train_flags = flags
     return with_muon(model) if optimizer == "muon" else model
+
+
+def _pretrained(given: Union[str, Path, Mapping[str, Any]], kind: str) -> str:
+    """Return what ``scripts/finetune.py --model`` takes for a model with weights; "" for a configuration alone."""
+    if isinstance(given, Mapping):
+        return ""
+    has_weights = kind in ("bert", "roberta") and any(Path(given).glob("model*.safetensors"))
+    return shlex.quote(str(given)) if has_weights else _HUB.get(str(given), "")
 
 
 def _read(given: Union[str, Path, Mapping[str, Any]]) -> tuple[dict[str, Any], str]:
@@ -208,7 +219,7 @@ def _from_keys(keys: dict[str, Any], name: str, sequence: Optional[int]) -> Mode
     if kind != "t5" and "head_dim" not in config and config[hidden] % config[heads]:
         raise ValueError(f"model key {heads} is {config[heads]}, which does not divide {hidden}, {config[hidden]}")
     model = BUILDERS[kind](Builder(name, kind, sequence, config), config)
-    model.train_flags = _train_flags(name, kind, config, sequence)
+    model.train_flags = _train_flags(kind, config, sequence)
     return model
 
 
@@ -248,11 +259,9 @@ def _check(config: Mapping[str, Any], kind: str) -> None:
         )
 
 
-def _train_flags(name: str, kind: str, config: Mapping[str, Any], sequence: int) -> str:
-    """Return the flags for ``scripts/finetune.py`` to train this model; "" if it cannot train it."""
+def _train_flags(kind: str, config: Mapping[str, Any], sequence: int) -> str:
+    """Return the flags for ``scripts/finetune.py`` to train this model from scratch; "" if it cannot train it."""
     is_classifier = "Classification" in " ".join(config.get("architectures") or ["Classification"])
-    if name in _HUB:
-        return f"--model {_HUB[name]} --max-length {sequence}"
     if kind != "roberta" or not is_classifier:
         return ""
     sizes = {
