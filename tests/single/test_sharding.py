@@ -151,7 +151,7 @@ def test_invalid_sampler_arguments_are_refused():
         GlobalBatchSampler(0, 2)
     with pytest.raises(ValueError, match="uneven must be 'keep' or 'drop', got 'wrap'"):
         GlobalBatchSampler(10, 2, uneven="wrap")
-    with pytest.raises(ValueError, match="7 samples are less than one global batch of 8, .* uneven='keep'"):
+    with pytest.raises(ValueError, match="7 samples are less than one global batch of 8, .*uneven='keep'"):
         GlobalBatchSampler(7, 4, world_size=2, uneven="drop")
     with pytest.raises(ValueError, match="3 training samples for 4 ranks"):
         check_every_rank_has_a_sample(3, 4)
