@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import mindnlp_dp as dp
+from mindnlp_dp.finetuning.pretrained import max_tokens_of
 from mindnlp_dp.finetuning.saved_model import find_model, load_saved
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.finetuning.tokenizers import encoded_text, pretrained_tokenizer
@@ -37,9 +38,7 @@ def run_generate(
     from mindspore import Tensor
 
     model = load_saved(folder, base=base)
-    # Without a limit it is missing, or -1.
-    limit = getattr(model.config, "max_position_embeddings", None) or -1
-    positions = limit if limit > 0 else len(ids) + max_new_tokens
+    positions = max_tokens_of(model.config) or len(ids) + max_new_tokens
     if not 0 < len(ids) < positions:
         raise InputError(f"the prompt has {len(ids)} tokens; expected at least 1, and less than {positions}")
     model.set_train(False)

@@ -183,8 +183,8 @@ def _add_export(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="write the model of a run as one folder for other libraries",
-        description="Write the language model of a run with its tokenizer into a new folder, which MindNLP and "
-        "Transformers open. Adapters are merged into their model.",
+        description="Write the model of a run, a classifier or a language model, with its tokenizer into a new folder, "
+        "which MindNLP and Transformers open. Adapters are merged into their model.",
     )
     _add_run(export)
     export.add_argument("destination", type=Path, metavar="DEST", help="the folder to write")

@@ -11,7 +11,7 @@ import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Optional
 
 from mindnlp_dp.finetuning.settings import InputError, first_line
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
@@ -100,6 +100,22 @@ def load_pretrained(auto_class: Any, name: str, what: str, *, trust_pickle: bool
                 f"the {what} {name} cannot be loaded: {first_line(error)}{hint}; without a network pass a folder that "
                 "has it, or --model tiny"
             ) from None
+
+
+def max_tokens_of(config: Any) -> Optional[int]:
+    """Return how many tokens a model with this configuration takes; None if it has no limit, such as XLNet (-1)."""
+    positions = int(getattr(config, "max_position_embeddings", None) or -1)
+    # RoBERTa's first position is the padding token's id plus 1.
+    if "roberta" in config.model_type:
+        positions -= config.pad_token_id + 1
+    return positions if positions > 0 else None
+
+
+def check_max_length(config: Any, max_length: int, name: str) -> None:
+    """Raise InputError if rows of ``max_length`` tokens are too long for the model ``name``."""
+    positions = max_tokens_of(config)
+    if positions is not None and max_length > positions:
+        raise InputError(f"max_length ({max_length}) is more than the {positions} tokens that {name} takes")
 
 
 @contextlib.contextmanager

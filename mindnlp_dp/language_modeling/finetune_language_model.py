@@ -25,6 +25,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.finetuning import results
 from mindnlp_dp.finetuning.early_checks import check_files
+from mindnlp_dp.finetuning.pretrained import max_tokens_of
 from mindnlp_dp.finetuning.recipe_arguments import callbacks, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
@@ -175,9 +176,7 @@ def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingT
     if max(sizes["pp"], sizes["sp"], sizes["fsdp"]) > 1:
         return []
     tokenizer = Tokenizer.from_str(task.tokenizer_json)
-    # Without a limit it is missing, or -1.
-    limit = getattr(model.config, "max_position_embeddings", None) or -1
-    positions = limit if limit > 0 else config.max_length + config.max_new_tokens
+    positions = max_tokens_of(model.config) or config.max_length + config.max_new_tokens
     num_new = min(config.max_new_tokens, positions - 1)
     model.set_train(False)
     found = []

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from mindnlp_dp.finetuning.files import weighted_files
 from mindnlp_dp.finetuning.lora import with_lora
+from mindnlp_dp.finetuning.pretrained import check_max_length
 from mindnlp_dp.finetuning.recipe_arguments import chosen, held_out, repeated
 from mindnlp_dp.finetuning.saved_model import adapters_of, load_saved
 from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError
@@ -273,12 +274,7 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
         raise InputError(
             f"the tokenizer of {config.model} makes the token {largest}, and the model has {model.config.vocab_size}"
         )
-    positions = getattr(model.config, "max_position_embeddings", config.max_length)
-    # XLNet's are -1: it has no limit.
-    if config.max_length > positions > 0:
-        raise InputError(
-            f"max_length ({config.max_length}) is more than the {positions} tokens that {config.model} takes"
-        )
+    check_max_length(model.config, config.max_length, config.model)
     if not config.lora_rank or has_adapters(model):
         return model
     return with_lora(model, config.model, config, "CAUSAL_LM")

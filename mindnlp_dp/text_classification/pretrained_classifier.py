@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.finetuning.pretrained import load_pretrained
+from mindnlp_dp.finetuning.pretrained import check_max_length, load_pretrained
 from mindnlp_dp.finetuning.saved_model import adapters_of, load_saved
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
@@ -54,13 +54,7 @@ def load_classifier(
             )
     else:
         model, is_new = _load_whole(name, label_names, trust_pickle=trust_pickle)
-    positions = getattr(model.config, "max_position_embeddings", max_length)
-    # RoBERTa's first position is the padding token's id plus 1.
-    if "roberta" in model.config.model_type:
-        positions -= model.config.pad_token_id + 1
-    # XLNet's are -1: it has no limit.
-    if max_length > positions > 0:
-        raise InputError(f"max_length ({max_length}) is more than the {positions} tokens that {name} takes")
+    check_max_length(model.config, max_length, name)
     return model, is_new
 
 

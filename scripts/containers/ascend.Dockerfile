@@ -25,5 +25,7 @@ ENV DEVICE_TARGET=Ascend
 RUN printf '%s\n' '#!/bin/bash' 'for folder in /usr/local/Ascend/cann /usr/local/Ascend/ascend-toolkit; do' \
       '  [ ! -f "$folder/set_env.sh" ] || { source "$folder/set_env.sh"; break; }' 'done' 'exec "$@"' \
       > /usr/local/bin/with-cann && chmod +x /usr/local/bin/with-cann
+# The pods of scripts/kubernetes/ run as this user; files of the host's driver belong to it there, as HwHiAiUser.
+RUN { getent passwd 1000 || useradd --uid 1000 --create-home trainer; } && chown 1000 /opt/mindnlp-dp
 ENTRYPOINT ["with-cann"]
 CMD ["mindnlp-dp", "doctor"]

@@ -13,7 +13,7 @@ if [ $# -eq 0 ] || [ ! -f "$1" ]; then
   echo "error: which script? sbatch scripts/slurm/NAME.sbatch SCRIPT ARGS..., from the folder that has scripts/" >&2
   exit 2
 fi
-export PYTHONUNBUFFERED=1 GLOG_v=${GLOG_v:-3} DEVICE_TARGET=${DEVICE_TARGET:-CPU}
+export PYTHONUNBUFFERED=1 GLOG_v=${GLOG_v:-3}
 export MINDNLP_DP_RESTART_COUNT=${SLURM_RESTART_COUNT:-0} MINDNLP_DP_JOB=slurm-$SLURM_JOB_ID
 
 requeue() {
