@@ -100,9 +100,11 @@ def pipeline_makespan(
     num_microbatches: int,
     schedule: str = "gpipe",
     transfer: Union[float, Sequence[float]] = 0.0,
+    *,
+    in_order: bool = False,
 ) -> float:
     """Return the makespan that :func:`simulate_pipeline` finds, in half of its time."""
-    return _play(forward, backward, num_microbatches, schedule, transfer)
+    return _play(forward, backward, num_microbatches, schedule, transfer, in_order=in_order)
 
 
 def _play(

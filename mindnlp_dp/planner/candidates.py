@@ -97,7 +97,8 @@ class Candidates:
         n = self.cluster.num_devices
         for pp, sharing in meshes(self.model, n, self.batch, len(firsts), self.reject):
             name = mesh_name(sharing.mesh(pp))
-            if problem := _stage_3_problem(self.model, pp, sharing) if self.zero_stage == 3 else "":
+            problem = _stage_3_problem(self.model, pp, sharing) if self.zero_stage == 3 else ""
+            if problem := problem or device_problem(self.cluster.device, sharing):
                 self.reject(name, problem)
                 continue
             least_short = math.inf
@@ -335,6 +336,12 @@ def _stage_3_problem(model: Model, pp: int, sharing: StageParallelism) -> str:
     if sharing.dp > 1 and any(o.matrices for o in model.graph.operators):
         return "Muon needs full matrices, and with zero_stage=3 each rank would have a shard of them"
     return ""
+
+
+def device_problem(device: str, sharing: StageParallelism) -> str:
+    """Return why the device's library cannot run a mesh; "" if it can."""
+    axis = "sp" if sharing.sp > 1 else "ep" if sharing.ep > 1 else ""
+    return f"MindSpore's library for GPUs has no all-to-all, which {axis} needs" if axis and device == "GPU" else ""
 
 
 def _stage_problem(model: Model, pp: int, num_layers: int) -> str:

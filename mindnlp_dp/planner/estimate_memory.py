@@ -34,7 +34,7 @@ def estimate(
             in a pipeline divided by the number of stages.
         zero_stage: the ZeRO stage, 0 to 3; with the axis "fsdp" it is 3.
         recompute: whether layers keep only their inputs and recompute the other activations.
-        precision: "float32", or "mixed" (half precision, with float32 weights in the optimizer).
+        precision: "float32", or "mixed", in which layers compute with 2 bytes for a value.
 
     Raises:
         ValueError: the sizes do not fit together.

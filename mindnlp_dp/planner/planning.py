@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from mindnlp_dp.pipeline_schedules.schedules import SCHEDULES
-from mindnlp_dp.planner.candidates import Candidate, Candidates, divisors, mesh_problem
+from mindnlp_dp.planner.candidates import Candidate, Candidates, device_problem, divisors, mesh_problem
 from mindnlp_dp.planner.cost_model.stage_costs import layers_of, mesh_of, stages_of_mesh
 from mindnlp_dp.planner.integer_program import InfeasibleError
 from mindnlp_dp.planner.plan import Plan, Plans
@@ -119,7 +119,7 @@ def predict(
     search = Candidates(model, cluster, batch, zero_stage, [schedule], float("inf"))
     firsts = layers_of(model, len(model.split_points) + 1)
     for sharing in stages:
-        problem = mesh_problem(model, pp, sharing, batch, len(firsts))
+        problem = mesh_problem(model, pp, sharing, batch, len(firsts)) or device_problem(cluster.device, sharing)
         if not problem and total % sharing.num_data:
             problem = f"{total} samples of a micro-batch cannot be split evenly among {sharing.num_data} devices"
         if problem:

@@ -12,7 +12,7 @@ from typing import Any, Optional
 from mindnlp_dp.pipeline_schedules.schedules import most_in_flight
 from mindnlp_dp.pipeline_schedules.simulation import pipeline_makespan, simulate_pipeline
 from mindnlp_dp.planner.candidates import Candidate, Candidates
-from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism
+from mindnlp_dp.planner.cost_model.stage_costs import GRADIENT_BYTES, StageParallelism
 from mindnlp_dp.planner.plan import Plan, StagePlan
 
 # A long pipeline is extrapolated from two simulations: of at least this many micro-batches, and of twice as many.
@@ -33,11 +33,12 @@ def simulate_step(search: Candidates, candidate: Candidate, below: float = math.
     if (least_makespan(forward, backward, num) + gradients + optimizer) * (1 - 1e-9) >= below:
         return None
     transfers = _transfers(search, candidate)
-    makespan = _makespan(forward, backward, num, schedule, transfers)
+    in_order = search.cluster.device != "CPU"
+    makespan = _makespan(forward, backward, num, schedule, transfers, in_order=in_order)
     if makespan + gradients + optimizer >= below:
         return None
-    timeline = simulate_pipeline(forward, backward, min(num, 2 * _few(pp)), schedule, transfers)
-    at_once = _makespan(forward, backward, num, schedule, 0.0) if pp > 1 else makespan
+    timeline = simulate_pipeline(forward, backward, min(num, 2 * _few(pp)), schedule, transfers, in_order=in_order)
+    at_once = _makespan(forward, backward, num, schedule, 0.0, in_order=in_order) if pp > 1 else makespan
     slowest = max(stages, key=lambda s: s.forward + s.backward)
     busy = num * (slowest.forward + slowest.backward)
     parts = {
@@ -68,12 +69,16 @@ def least_makespan(forward: Sequence[float], backward: Sequence[float], num: int
     return least
 
 
-def _makespan(forward: Sequence[float], backward: Sequence[float], num: int, schedule: str, transfer: Any) -> float:
+def _makespan(
+    forward: Sequence[float], backward: Sequence[float], num: int, schedule: str, transfer: Any, *, in_order: bool
+) -> float:
     """Return the time of ``num`` micro-batches; once a pipeline is full, each further one takes the same time."""
     few = _few(len(forward))
     if num <= 2 * few:
-        return pipeline_makespan(forward, backward, num, schedule, transfer)
-    shorter, longer = (pipeline_makespan(forward, backward, n, schedule, transfer) for n in (few, 2 * few))
+        return pipeline_makespan(forward, backward, num, schedule, transfer, in_order=in_order)
+    shorter, longer = (
+        pipeline_makespan(forward, backward, n, schedule, transfer, in_order=in_order) for n in (few, 2 * few)
+    )
     return longer + (num - 2 * few) * (longer - shorter) / few
 
 
@@ -132,7 +137,7 @@ def _update(search: Candidates, candidate: Candidate) -> tuple[float, float]:
     cluster = search.cluster
     link = cluster.between if cluster.num_hosts > 1 else cluster.inside
     # Two stages with the same weights sum up their gradients.
-    of_tied = link.alpha + link.beta * cluster.bytes_per_value * tied if tied else 0.0
+    of_tied = link.alpha + link.beta * GRADIENT_BYTES * tied if tied else 0.0
     return max(exchanges) + of_tied, max(optimizers)
 
 

@@ -21,7 +21,7 @@ _MOST_DRAWN = 14
 # A plan that leaves less than this fraction of the memory gets a note.
 _TIGHT = 0.2
 _GIB = 2**30
-_PRECISIONS = {"mixed": "values of 2 bytes, optimizer state of float32", "float32": "float32"}
+_PRECISIONS = {"mixed": "values of 2 bytes, parameters of float32", "float32": "float32"}
 
 
 def run_plan(args: argparse.Namespace, cluster_keys: Optional[Mapping[str, Any]] = None) -> int:
@@ -149,7 +149,9 @@ def _in_code(found: Plan, plans: Plans) -> str:
     options = ""
     if len(found.stages) > 1:
         layers = [end - first for first, end in (stage.blocks or (0, 0) for stage in found.stages)]
-        options = f", schedule={found.schedule!r}, layers_per_stage={layers}"
+        # A model with an encoder and a decoder is split between the two.
+        of_stages = "" if plans.model.kind == "t5" else f", layers_per_stage={layers}"
+        options = f", schedule={found.schedule!r}{of_stages}"
     options += ", recompute=True" * found.recompute
     options += f", param_dtype={param_dtype(found, plans)!r}" if param_dtype(found, plans) else ""
     return (
@@ -182,6 +184,7 @@ def as_dict(plans: Plans) -> dict[str, Any]:
             "parameters": plans.model.parameters,
             "trained": plans.model.trained,
             "sequence": plans.model.sequence,
+            "optimizer": "muon" if any(o.matrices for o in plans.model.graph.operators) else "adamw",
         },
         "cluster": {"name": plans.cluster.name, "devices": plans.cluster.num_devices, "source": plans.cluster.source},
         "batch": plans.batch,

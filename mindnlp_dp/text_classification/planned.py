@@ -47,6 +47,21 @@ def follow_plan(config: FinetuneConfig) -> FinetuneConfig:
             f"global_batch_size is {config.global_batch_size}, and the plan is for {found['batch']} samples per "
             f"update; give --global-batch-size {found['batch']}, or plan again"
         )
+    if config.max_length != found["sequence"]:
+        raise InputError(
+            f"max_length is {config.max_length}, and the plan is for {found['sequence']} tokens per sample; give "
+            f"--max-length {found['sequence']}, or plan again with --sequence {config.max_length}"
+        )
+    if (config.optimizer == "muon") != found["has_muon"]:
+        raise InputError(
+            f"optimizer is {config.optimizer}, and the plan is for {'muon' if found['has_muon'] else 'adamw'}; "
+            "give its --optimizer, or plan again"
+        )
+    if bool(config.lora_rank) != found["has_adapters"]:
+        raise InputError(
+            f"lora_rank is {config.lora_rank}, and the plan is for training "
+            f"{'adapters' if found['has_adapters'] else 'all weights'}; give its --lora-rank, or plan again"
+        )
     defaults = {setting.name: setting.default for setting in dataclasses.fields(config)}
     for name, value in settings.items():
         given = getattr(config, name)
@@ -93,7 +108,9 @@ def read_plan(path: Path) -> dict[str, Any]:
                 for axis, size in found["mesh"].items()
             },
             "layers": [[int(number) for number in stage["layers"]] for stage in found["stages"]],
-            "parameters": float(content["model"]["parameters"]), "batch": int(content["batch"]),
+            "parameters": float(content["model"]["parameters"]), "sequence": int(content["model"]["sequence"]),
+            "has_adapters": content["model"]["trained"] < content["model"]["parameters"],
+            "has_muon": content["model"].get("optimizer") == "muon", "batch": int(content["batch"]),
             "param_dtype": str(found.get("param_dtype", "")),
             **{key: found[key] for key in ("schedule", "micro_batch_size", "recompute", "zero_stage", "seconds")},
         }  # fmt: skip

@@ -73,7 +73,7 @@ def fit_cluster(measured: Mapping[str, Any], memory: float) -> dict[str, Any]:
         "devices_per_host": measured["world_size"], "memory_gib": memory / 2**30, "tflops": 1e-12 / flop,
         "efficiency": 1.0, "memory_bandwidth_gbs": 4e-9 / value, "gscores": 1e-9 / score, "gdraws": 1e-9 / draw,
         "call_us": 1e6 * call, "gradient_gparams": 1e-9 / gradient, "update_gparams": 1e-9 / parameter,
-        "precision": "float32",
+        "precision": "float32", "device": measured.get("device", "CPU"),
         "inside": {"latency_us": 1e6 * alpha, "bandwidth_gbs": 1e-9 / beta},
     }  # fmt: skip
     keys = _rounded(keys)

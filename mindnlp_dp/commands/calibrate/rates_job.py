@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -56,7 +57,12 @@ def main() -> None:
             steps.append({"name": name, "micro_batches": num_micro_batches, "seconds": seconds})
     links = [] if group.world_size == 1 else _all_reduces(group, args.repeats)
     if group.is_main:
-        numbers = {"world_size": group.world_size, "steps": steps, "all_reduces": links}
+        numbers = {
+            "world_size": group.world_size,
+            "device": os.environ.get("DEVICE_TARGET", "CPU"),
+            "steps": steps,
+            "all_reduces": links,
+        }
         args.write.write_text(json.dumps(numbers))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, choose_shardings, layouts
-from mindnlp_dp.planner.profiles.cluster_profile import Link
+from mindnlp_dp.planner.profiles.cluster_profile import VALUE_BYTES, Link
 from mindnlp_dp.planner.profiles.operator_graph import (
     BATCH,
     COLUMN,
@@ -29,9 +29,8 @@ from mindnlp_dp.planner.profiles.operator_graph import (
     Operator,
 )
 
-# Bytes per parameter: weights, gradients, optimizer. Mixed: weights and gradients of 2 bytes; the optimizer has weights
-# and two moments of 4. In float32, there are the gradient of a backward pass and the sum over an update.
-BYTES = {"mixed": (2, 2, 12), "float32": (4, 8, 8)}
+# Bytes per parameter: weights, gradients (that of a backward pass, and the sum over an update), two moments.
+BYTES = (4, 8, 8)
 
 _CUT = (COLUMN, ROW, VOCABULARY, EXPERT)
 
@@ -79,8 +78,10 @@ def memory_of(  # noqa: PLR0917
         ep: expert-parallel devices, which have different samples, too.
         sp: sequence-parallel devices, each with a part of the tokens; ZeRO shards over them, too.
         in_flight: micro-batches between their forward and their backward pass (:func:`most_in_flight`).
-        precision: "mixed" or "float32".
+        precision: "mixed", in which layers compute with 2 bytes for a value, or "float32".
     """
+    if precision not in VALUE_BYTES:
+        raise ValueError(f"precision must be one of {', '.join(VALUE_BYTES)}, got {precision!r}")
     first, last = stage or (0, len(model.graph.operators) - 1)
     numbers_from_one = {"tp": tp, "dp": dp, "ep": ep, "sp": sp, "micro_batch": micro_batch, "in_flight": in_flight}
     for name, number in numbers_from_one.items():
@@ -103,7 +104,7 @@ def memory_of(  # noqa: PLR0917
     frozen = {kind: sum(o.frozen / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)}
     matrices = [sum(o.matrices / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)]
     saved = [saved_of(o, roles[o.name], n) for o in operators]
-    value = 2 if precision == "mixed" else 4
+    value = VALUE_BYTES[precision]
     kept = [value * s.values + s.masks for s in saved]
     if recompute:
         layers = recomputed_layers(model)[first : last + 1]
@@ -118,9 +119,9 @@ def memory_of(  # noqa: PLR0917
     dp, ep = (dp, 1) if zero_stage == 3 else (dp * sp, ep)
     use = parameter_memory(
         numbers[False], numbers[True], frozen[False], frozen[True], dp=dp, ep=ep, zero_stage=zero_stage,
-        precision=precision, activations=activations, matrices=matrices,
+        activations=activations, matrices=matrices,
     )  # fmt: skip
-    return with_gathered(use, precision, in_full_at_once(model, operators, roles, n)) if zero_stage == 3 else use
+    return with_gathered(use, value, in_full_at_once(model, operators, roles, n)) if zero_stage == 3 else use
 
 
 class InFull(NamedTuple):
@@ -131,9 +132,8 @@ class InFull(NamedTuple):
     trained: float
 
 
-def with_gathered(use: MemoryUse, precision: str, in_full: InFull) -> MemoryUse:
-    """Return the memory with what stage 3 has in full: weights, and their gradients before they are reduced."""
-    size = BYTES[precision][0]
+def with_gathered(use: MemoryUse, size: int, in_full: InFull) -> MemoryUse:
+    """Return the memory with what stage 3 has in full: weights, and gradients before they are reduced, in ``size``."""
     weights = use.weights + size * (in_full.in_no_layer + in_full.in_layer)
     return replace(use, weights=weights, gradients=use.gradients + size * in_full.trained)
 
@@ -155,7 +155,7 @@ def in_full_at_once(model: Model, operators: Sequence[Operator], roles: Mapping[
 
 def parameter_memory(
     parameters: float, expert_parameters: float = 0.0, frozen: float = 0.0, frozen_experts: float = 0.0, *, dp: int = 1,
-    ep: int = 1, zero_stage: int = 0, precision: str = "mixed", activations: float = 0.0,
+    ep: int = 1, zero_stage: int = 0, activations: float = 0.0,
     matrices: Sequence[float] = (0.0, 0.0),
 ) -> MemoryUse:  # fmt: skip
     """Return the memory for these parameters; expert ones are replicated over ``dp``, others over ``dp * ep``.
@@ -165,10 +165,8 @@ def parameter_memory(
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")
-    if precision not in BYTES:
-        raise ValueError(f"precision must be one of {', '.join(BYTES)}, got {precision!r}")
     kinds: list[float] = []
-    for size, divided_from in zip(BYTES[precision], (3, 2, 1)):
+    for size, divided_from in zip(BYTES, (3, 2, 1)):
         dense, experts = (
             (parameters, expert_parameters) if not kinds else (parameters - frozen, expert_parameters - frozen_experts)
         )
@@ -176,8 +174,7 @@ def parameter_memory(
         if zero_stage >= divided_from:
             shards = size * (dense / (dp * ep) + experts / dp)
             # Stage 2 shards the gradients that are exchanged, and not those of the backward pass.
-            is_half = divided_from == zero_stage == 2 and precision == "float32"
-            needed = (needed + shards) / 2 if is_half else shards
+            needed = (needed + shards) / 2 if divided_from == zero_stage == 2 else shards
         kinds.append(needed)
     shares = (dp * ep, dp) if zero_stage else (1, 1)
     kinds[2] -= sum(4 * numel / share for numel, share in zip(matrices, shares))

@@ -50,6 +50,9 @@ from mindnlp_dp.planner.profiles.operator_graph import (
 )
 from mindnlp_dp.runtime.mesh_spec import Size, mesh_name
 
+# Gradients are exchanged in float32.
+GRADIENT_BYTES = 4
+
 
 @dataclass(frozen=True)
 class StageParallelism:
@@ -272,10 +275,10 @@ class StageCosts:
         zero_stage = zero_stage if is_full or zero_stage < 3 else 0
         dp, ep = (s.dp, 1) if is_full else (s.dp * s.sp, s.ep)
         use = parameter_memory(
-            *numbers, dp=dp, ep=ep, zero_stage=zero_stage, precision=self.cluster.precision,
-            activations=activations, matrices=self._run(first, last)[_MATRICES:_MATRIX_FLOPS].tolist(),
+            *numbers, dp=dp, ep=ep, zero_stage=zero_stage, activations=activations,
+            matrices=self._run(first, last)[_MATRICES:_MATRIX_FLOPS].tolist(),
         )  # fmt: skip
-        return with_gathered(use, self.cluster.precision, self._in_full) if is_full else use
+        return with_gathered(use, self.cluster.bytes_per_value, self._in_full) if is_full else use
 
     def gathers(self, first: int, last: int, zero_stage: int) -> tuple[float, float]:
         """Return the seconds of a micro-batch's gathers of weights and reductions of gradients: forward, and backward.
@@ -293,7 +296,7 @@ class StageCosts:
         start = link.alpha if s.dp > 1 else 0.0
         of_layers = (num_layers - 1) * start + all_gather(s.dp, size * (weights - self._in_full.in_no_layer), link)
         of_others = all_gather(s.dp, size * self._in_full.in_no_layer, link)
-        reductions = num_layers * start + reduce_scatter(s.dp, 4 * trained, link)
+        reductions = num_layers * start + reduce_scatter(s.dp, GRADIENT_BYTES * trained, link)
         return of_layers + of_others, of_layers + reductions
 
     def most_in_flight(
@@ -303,7 +306,7 @@ class StageCosts:
         s = self.sharing
         fixed = parameter_memory(
             *self.parameters(first, last), *self.frozen(first, last), dp=s.dp * s.sp, ep=s.ep, zero_stage=zero_stage,
-            precision=self.cluster.precision, matrices=[*self._run(first, last)[..., _MATRICES:_MATRIX_FLOPS].T],
+            matrices=[*self._run(first, last)[..., _MATRICES:_MATRIX_FLOPS].T],
         ).total  # fmt: skip
         each, peak = self.activations(first, last, micro_batch), 0.0
         if recompute:
@@ -315,7 +318,7 @@ class StageCosts:
         """Return the seconds per update of a stage's gradient exchange, and of its optimizer."""
         trained = (a - b for a, b in zip(self.parameters(first, last), self.frozen(first, last)))
         parameters, of_experts = map(float, trained)
-        s, size = self.sharing, self.cluster.bytes_per_value
+        s, size = self.sharing, GRADIENT_BYTES
         # The ranks with the same weights, whose gradients a micro-batch has not reduced yet, and those that share the
         # update; then the same of experts.
         same, shares = s.num_replicas, s.num_replicas if zero_stage else 1

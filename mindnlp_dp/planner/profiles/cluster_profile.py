@@ -45,7 +45,8 @@ class Cluster:
         draw_rate: random numbers per second that dropout draws.
         gradient_rate: parameter gradients per second that are computed and accumulated.
         update_rate: parameters per second that an optimizer updates.
-        precision: "mixed" (weights and gradients of 2 bytes, optimizer state of 4) or "float32".
+        precision: "mixed" (layers compute with 2 bytes for a value) or "float32".
+        device: "Ascend", "GPU" or "CPU": what messages and collectives its library has.
         source: where the numbers come from.
     """
 
@@ -64,6 +65,7 @@ class Cluster:
     gradient_rate: float = math.inf
     update_rate: float = math.inf
     precision: str = "mixed"
+    device: str = "CPU"
     source: str = ""
 
     @property
@@ -72,7 +74,7 @@ class Cluster:
 
     @property
     def bytes_per_value(self) -> int:
-        return 2 if self.precision == "mixed" else 4
+        return VALUE_BYTES[self.precision]
 
     def link(self, size: int, stride: int) -> Link:
         """Return the link for groups of ``size`` devices at distance ``stride`` that all communicate at the same time.
@@ -122,24 +124,28 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "ascend-910b-8": {
         "hosts": 1, "devices_per_host": 8, "memory_gib": 64, "tflops": 376, "efficiency": 0.4,
         "memory_bandwidth_gbs": 1600, "inside": {"latency_us": 20, "bandwidth_gbs": 196},
-        "between": {"latency_us": 40, "bandwidth_gbs": 200}, "call_us": 5, "precision": "mixed",
+        "between": {"latency_us": 40, "bandwidth_gbs": 200}, "call_us": 5, "precision": "mixed", "device": "Ascend",
     },
     "a100-80gb-8": {
         "hosts": 1, "devices_per_host": 8, "memory_gib": 80, "tflops": 312, "efficiency": 0.5,
         "memory_bandwidth_gbs": 2039, "inside": {"latency_us": 10, "bandwidth_gbs": 300},
-        "between": {"latency_us": 20, "bandwidth_gbs": 200}, "call_us": 4, "precision": "mixed",
+        "between": {"latency_us": 20, "bandwidth_gbs": 200}, "call_us": 4, "precision": "mixed", "device": "GPU",
     },
     "v100-16gb-8": {
         "hosts": 1, "devices_per_host": 8, "memory_gib": 16, "tflops": 125, "efficiency": 0.35,
         "memory_bandwidth_gbs": 900, "inside": {"latency_us": 10, "bandwidth_gbs": 150},
-        "between": {"latency_us": 25, "bandwidth_gbs": 3}, "call_us": 5, "precision": "mixed",
+        "between": {"latency_us": 25, "bandwidth_gbs": 3}, "call_us": 5, "precision": "mixed", "device": "GPU",
     },
 }  # fmt: skip
 
 _KEYS = {
     "hosts", "devices_per_host", "memory_gib", "tflops", "efficiency", "memory_bandwidth_gbs", "inside", "between",
-    "call_us", "gscores", "gdraws", "gradient_gparams", "update_gparams", "precision", "preset", "name", "source",
+    "call_us", "gscores", "gdraws", "gradient_gparams", "update_gparams", "precision", "device", "preset", "name",
+    "source",
 }  # fmt: skip
+
+# Bytes of a value in a forward or backward pass. With mixed precision parameters and gradients remain float32.
+VALUE_BYTES = {"mixed": 2, "float32": 4}
 
 # No property of a machine is above this number or below its reciprocal.
 _HUGE = 1e15
@@ -192,10 +198,13 @@ def _from_keys(keys: dict[str, Any], name: str) -> Cluster:
     hosts = int(number("hosts", 1, is_integer=True))
     memory_bandwidth = 1e9 * number("memory_bandwidth_gbs")
     precision = keys.get("precision", "mixed")
-    if precision not in ("mixed", "float32"):
+    if precision not in VALUE_BYTES:
         raise ValueError(f"cluster key precision must be mixed or float32, got {precision!r}")
+    device = keys.get("device", "CPU")
+    if device not in ("Ascend", "GPU", "CPU"):
+        raise ValueError(f"cluster key device must be Ascend, GPU or CPU, got {device!r}")
     inside = _link(keys, "inside", required=True)
-    bytes_per_value = 2 if precision == "mixed" else 4
+    bytes_per_value = VALUE_BYTES[precision]
     # Adam reads and writes weights, gradients and two moments in float32: 28 bytes per parameter.
     update_rate = 1e9 * number("update_gparams", memory_bandwidth / 28e9)
     # A gradient is written, read and added: three memory accesses.
@@ -210,7 +219,8 @@ def _from_keys(keys: dict[str, Any], name: str) -> Cluster:
         flops=1e12 * number("tflops"), efficiency=number("efficiency", most=1.0), memory_bandwidth=memory_bandwidth,
         inside=inside, between=_link(keys, "between", required=hosts > 1) or inside,
         call=1e-6 * _number(keys, "call_us", 0.0, least=0.0), score_rate=score_rate, draw_rate=draw_rate,
-        gradient_rate=gradient_rate, update_rate=update_rate, precision=precision, source=str(keys.get("source", "")),
+        gradient_rate=gradient_rate, update_rate=update_rate, precision=precision,
+        device=device, source=str(keys.get("source", "")),
     )  # fmt: skip
 
 

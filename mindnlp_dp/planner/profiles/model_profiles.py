@@ -141,8 +141,13 @@ def load_model(
     Raises:
         ValueError: A key is unknown or missing, or its value is invalid; the message is one sentence with the key.
     """
-    model = _from_keys(*_read(given), sequence)
-    if pretrained := _pretrained(given, model.kind):
+    keys, name = _read(given)
+    pretrained = _pretrained(given, str(keys.get("model_type")))
+    if pretrained:
+        # It is launched as a classifier, whatever head its weights have.
+        keys.pop("architectures", None)
+    model = _from_keys(keys, name, sequence)
+    if pretrained:
         model.train_flags = f"--model {pretrained} --max-length {model.sequence}"
     if optimizer not in ("adamw", "muon"):
         raise ValueError(f"optimizer must be adamw or muon, got {optimizer!r}")
