@@ -82,6 +82,13 @@ class DistributedModel(abc.ABC):
         """Return a context for the forward and backward pass of a micro-step. A collective if there are experts."""
         return contextlib.nullcontext()
 
+    def num_micro_steps(self, mine: int) -> int:
+        """Return how many micro-steps this rank joins in an update in which it has ``mine`` itself.
+
+        It is more if ranks that must run them together, as with experts, have more. A collective of those.
+        """
+        return mine
+
     def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
         """Return the batch to run: this rank's, or a dummy batch of weight 0 if other ranks need this rank's experts.
 

@@ -301,6 +301,7 @@ def head_of(model: Any) -> Optional[str]:
 # By axis: whether a model's configuration has something that cannot be sharded over it, and what.
 _UNSUPPORTED: Sequence[tuple[str, Callable[[Any], Any], str]] = (
     ("tp", lambda config: config.qk_layernorm, "qk_layernorm, whose weights all heads share"),
+    ("tp", lambda config: "relative" in str(config.position_embedding_type), "relative positions that all heads share"),
     ("tp", lambda config: config.pretraining_tp > 1, "pretraining_tp, which splits weights itself; set it to 1"),
     ("sp", lambda config: config.pretraining_tp > 1, "pretraining_tp, which splits weights itself; set it to 1"),
     ("sp", lambda config: config.alibi or config.model_type in ("bloom", "mpt"), "ALiBi, position biases by head"),

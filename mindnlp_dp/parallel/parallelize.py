@@ -315,7 +315,8 @@ def _tie_stages(model: Any, pipeline: Pipeline, placements: Placements) -> None:
     # A group has the ranks with the same rank_in_stage if the stages are equal, otherwise all ranks of these stages.
     among = mesh.model_parallel_group if mesh.stages_differ else mesh.group("pp")
     stage = mesh.index("pp")
-    shared = sorted({p.stages for p in placements.values() if len(p.stages) > 1 and p.trains})
+    # Also of a frozen weight, which may be unfrozen later.
+    shared = sorted({p.stages for p in placements.values() if len(p.stages) > 1})
     groups = {}
     for stages in shared:
         theirs = [rank for s in stages for rank in mesh.row(s)] if mesh.stages_differ else list(stages)

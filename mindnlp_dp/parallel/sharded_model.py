@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, TypeVar, Union
@@ -99,6 +100,7 @@ class ShardedModel(DistributedModel):
         options["overlap"] = False
         if self.units is not None and options.get("compression"):
             raise ValueError(f"compression={options['compression']!r} is not supported with fsdp > 1; leave it out")
+        self._check_ties([p for _, p in named])
         summed_over = [self.placements[p.full_name].summed_over for _, p in named]
         kinds = self._kinds()
         places = [[i for i, mine in enumerate(summed_over) if mine == axes] for axes in kinds]
@@ -111,6 +113,17 @@ class ShardedModel(DistributedModel):
         ]
         totals = [functools.partial(_total, self._row_weights, axes) for axes in kinds]
         return MultiGroupSynchronizer(synchronizers, places, totals)
+
+    def _check_ties(self, parameters: Sequence[Any]) -> None:
+        """Raise ValueError on all ranks if a tied weight is trained on some of its stages only."""
+        trained, error = {id(p) for p in parameters}, None
+        for tie in self.pipeline.ties if self.pipeline is not None else ():
+            if len(set(tie.group.all_gather_object(id(tie.parameter) in trained))) > 1:
+                error = ValueError(
+                    f"the tied weight {tie.parameter.full_name!r} is trained on some stages and frozen on others (rank "
+                    f"{self.world.label()}); freeze or unfreeze it on all, where it may have other names"
+                )
+        self.world.raise_on_all_ranks(error, "comparing tied weights")
 
     def _kinds(self) -> list[tuple[str, ...]]:
         """Return over which axes gradients are summed in the backward pass, the same on every rank; first over none."""
@@ -164,6 +177,11 @@ class ShardedModel(DistributedModel):
             finally:
                 if self.units is not None:
                     self.units.end_passes()
+
+    def num_micro_steps(self, mine: int) -> int:
+        if self._row_weights is None:
+            return mine
+        return int(self._row_weights.group.all_reduce(np.array([mine], np.int64), op="max", every_step=True)[0])
 
     def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
         # A collective of the row: no rank may skip a pass whose tokens go to the experts of the others, or in which
@@ -351,9 +369,9 @@ class ShardedModel(DistributedModel):
 
     def full_optimizer_state(self, own: dict[str, Any], *, keep: bool, sharded: bool = False) -> dict[str, Any]:
         names = [[self.placements[name].name for name in names] for names in own["parameters"]]
-        everyone = self.mesh.model_parallel_group.all_gather_object(names)
-        order = list(self.placements)
-        groups = [sorted(set().union(*(theirs[g] for theirs in everyone)), key=order.index) for g in range(len(names))]
+        options = [{key: x for key, x in group.items() if key != "params"} for group in own["param_groups"]]
+        everyone = self.mesh.model_parallel_group.all_gather_object(list(zip(names, options)))
+        settings, groups = _joined_groups(everyone, {name: place for place, name in enumerate(self.placements)})
         numbers = [number for group in own["param_groups"] for number in group["params"]]
         mine = dict(zip((name for group in names for name in group), (own["state"].get(n) for n in numbers)))
         if sharded:
@@ -389,8 +407,7 @@ class ShardedModel(DistributedModel):
                     entry[key] = from_host(full, "float32")
         begins = np.cumsum([0, *map(len, groups)]).tolist()
         param_groups = [
-            {**group, "params": list(range(begin, end))}
-            for group, begin, end in zip(own["param_groups"], begins, begins[1:])
+            {**group, "params": list(range(begin, end))} for group, begin, end in zip(settings, begins, begins[1:])
         ]
         return {"parameters": groups, "state": state, "param_groups": param_groups}
 
@@ -419,11 +436,9 @@ class ShardedModel(DistributedModel):
     def local_optimizer_state(self, full: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
         own = self._own()
         here = [[name for name in group if name in own] for group in full["parameters"]]
-        # A tied weight has a different name and position on the last stage than on the first.
-        known = [[self.placements[name].name for name in group] for group in names]
-        is_same = list(map(set, known)) == list(map(set, here))
-        order, shown = (known, [list(group) for group in names]) if is_same else (here, here)
-        number_of = {name: number for number, name in enumerate(name for group in order for name in group)}
+        # A tied weight has another name on the last stage than on the first.
+        local_names = {self.placements[name].name: name for group in names for name in group}
+        number_of = {name: number for number, name in enumerate(name for group in here for name in group)}
         state: dict[int, dict[str, Any]] = {}
         # fetch() is a collective: all ranks fetch all arrays in the same order, and keep their shards.
         for number, name in enumerate(name for group in full["parameters"] for name in group):
@@ -437,12 +452,33 @@ class ShardedModel(DistributedModel):
                     entry[key] = from_host(np.ascontiguousarray(part), "float32")
                 else:
                     entry[key] = array
-        ends = np.cumsum([0, *map(len, order)]).tolist()
+        ends = np.cumsum([0, *map(len, here)]).tolist()
         param_groups = [
             {**group, "params": list(range(begin, end))}
             for group, begin, end in zip(full["param_groups"], ends, ends[1:])
         ]
+        shown = [[local_names.get(name, name) for name in group] for group in here]
         return {"parameters": shown, "state": state, "param_groups": param_groups}
+
+
+def _joined_groups(
+    everyone: Iterable[Sequence[tuple[Sequence[str], dict[str, Any]]]], place_of: Mapping[str, int]
+) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Return the options and the names of the full model's parameter groups from the groups of every rank.
+
+    Ranks of different stages may have groups that others do not have; those with the same options are one group.
+    """
+    settings: dict[str, dict[str, Any]] = {}
+    group_of: dict[str, str] = {}
+    for names, options in itertools.chain.from_iterable(everyone):
+        key = repr(sorted(options.items()))
+        settings.setdefault(key, options)
+        for name in names:
+            group_of.setdefault(name, key)
+    by_key: dict[str, list[str]] = {key: [] for key in settings}
+    for name in sorted(group_of, key=place_of.__getitem__):
+        by_key[group_of[name]].append(name)
+    return list(settings.values()), list(by_key.values())
 
 
 def _total(weights: RowLossWeights, axes: tuple[str, ...], own: float) -> float:

@@ -94,6 +94,7 @@ class ForwardBackward:
         present = [mine if loss_weight > 0 else None for _, loss_weight, mine in weighed]
         are_all_here = all(getattr(mine, "is_on_all_ranks", False) for mine in micro_batches)
         completed = self.across_ranks.complete(present, are_all_here=are_all_here)
+        completed += [None] * (self.model.num_micro_steps(len(completed)) - len(completed))
         nothing = (None, 0.0, None)
         for number, (given, own) in enumerate(itertools.zip_longest(completed, weighed, fillvalue=nothing)):
             inputs, loss_weight, mine = own

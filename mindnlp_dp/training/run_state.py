@@ -7,7 +7,7 @@ trees of plain data (state_tree.py). All ranks call these functions; to restore,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -93,6 +93,7 @@ class Run:
         step = self.train_step
         mine = step.updater.parameter_names(self.model.model)
         optimizer = self.model.local_optimizer_state(saved["optimizer"], mine)
+        optimizer = _in_groups_of(step.updater.optimizer, mine, optimizer)
         theirs, error = optimizer["parameters"], None
         if mine != theirs:
             ours, others = (sum(map(len, groups)) for groups in (mine, theirs))
@@ -111,9 +112,53 @@ class Run:
         step.updater.load_optimizer_state(optimizer_state)
         if step.updater.scheduler is not None:
             step.updater.scheduler.load_state_dict(saved["scheduler"])
+            _set_rates_of_groups(step.updater.scheduler, getattr(step.updater.optimizer, "param_groups", []))
         step.losses.load_states(saved["losses"])
         if step.precision is not None:
             step.precision.load_state(saved.get("mixed_precision"))
+
+
+def _in_groups_of(optimizer: Any, names: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved state in the groups of ``names``, if it has the same options for the parameters of each of these.
+
+    A checkpoint of a pipeline joins the groups of its stages. Groups with other options are not joined or divided, so
+    that a user who has grouped parameters anew is told so.
+    """
+    flat = [name for group in names for name in group]
+    old = [name for group in saved["parameters"] for name in group]
+    if names == saved["parameters"] or sorted(flat) != sorted(old) or not hasattr(optimizer, "param_groups"):
+        return saved
+    options_of: dict[str, dict[str, Any]] = {}
+    for group, options in zip(saved["parameters"], saved["param_groups"]):
+        mine = {key: x for key, x in options.items() if key != "params"}
+        options_of.update((name, mine) for name in group)
+    own_of: dict[str, str] = {}
+    param_groups, begin = [], 0
+    for group, own in zip(names, optimizer.param_groups):
+        found = {repr(sorted(options_of[name].items())): options_of[name] for name in group}
+        # Rates are the checkpoint's.
+        shown = repr(sorted((key, x) for key, x in own.items() if key not in ("params", "lr", "initial_lr")))
+        if len(found) > 1 or any(own_of.setdefault(each, shown) != shown for each in found):
+            return saved
+        options = next(iter(found.values()), {key: x for key, x in own.items() if key != "params"})
+        param_groups.append({**options, "params": list(range(begin, begin + len(group)))})
+        begin += len(group)
+    number_of = {name: number for number, name in enumerate(flat)}
+    state = {number_of[old[int(number)]]: entry for number, entry in saved["state"].items()}
+    return {**saved, "parameters": [list(group) for group in names], "state": state, "param_groups": param_groups}
+
+
+def _set_rates_of_groups(scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give a restored scheduler the rates of this optimizer's groups; a stage of a pipeline may have others."""
+    for each in getattr(scheduler, "_schedulers", ()):
+        _set_rates_of_groups(each, groups)
+    if groups and all("initial_lr" in group for group in groups):
+        for name, key in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
+            if name in vars(scheduler):
+                setattr(scheduler, name, [group[key] for group in groups])
+    least = getattr(scheduler, "min_lrs", None)
+    if least and len(least) != len(groups):
+        scheduler.min_lrs = [min(least)] * len(groups)
 
 
 def _other_scheduler(scheduler: Any, saved: Optional[Mapping[str, Any]]) -> Optional[ValueError]:

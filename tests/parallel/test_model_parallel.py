@@ -37,7 +37,7 @@ from mindnlp_dp.checkpoint.manifest import check_checkpoint
 from mindnlp_dp.communication.operations import Operation
 from mindnlp_dp.parallel.parallel_plan import ExpertPlan, PipelinePlan, ShardingPlan, TensorPlan, plan_for
 from mindnlp_dp.runtime.mesh_spec import parse_mesh
-from models import Rows, alone
+from models import Rows, alone, weights
 from models import train as train_by_trainer
 
 # Fixtures: the second applies to every test here.
@@ -547,6 +547,26 @@ def test_ep_ranks_with_uneven_micro_batches_train_the_weights_of_one_process(gro
 
 
 @needs_mpi
+def test_ep_ranks_with_different_numbers_of_micro_batches_train_the_weights_of_one_process(group):
+    """In every update, not only in the first one, which finds out what the model needs."""
+    if group.world_size not in (2, 4):
+        pytest.skip("needs a row")
+    model = dp.parallelize(build("mixtral"), dp.init_device_mesh({"ep": group.world_size}))
+    each = 4 // group.world_size
+    mine = (each * group.rank, each * (group.rank + 1))
+    model.set_train(True)
+    parameters = list(model.parameters())
+    step = dp.make_train_step(
+        lambda **inputs: model(**inputs)[0], optim.AdamW(parameters, lr=5e-4, weight_decay=0.1), parameters,
+        model=model, accumulation_steps=2, max_grad_norm=0.5,
+    )  # fmt: skip
+    for number in range(5):
+        columns = batch("mixtral", 8, number)
+        step([rows(columns, *mine), *([rows(columns, 4, 8)] if group.is_main else [])])
+    assert_close(model, "mixtral", 1e-6)
+
+
+@needs_mpi
 def test_a_nan_loss_on_one_ep_rank_is_left_out_on_all_ranks(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs a row")
@@ -716,6 +736,74 @@ def test_a_custom_loop_resumes_on_another_mesh_with_the_same_evaluation(group, s
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=5e-6, err_msg=f"{first} to {second}: {name}")
         np.testing.assert_allclose(again.outputs, evaluated.outputs, atol=2e-5)
         np.testing.assert_allclose(again.loss, evaluated.loss, atol=1e-5)
+
+
+@needs_messages
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_pipeline_whose_stages_have_different_parameter_groups_resumes(group, shared_tmp_path, kind):
+    """Each layer has its own learning rate, and with Muon the middle stages have no embeddings."""
+    if group.world_size not in (2, 4):
+        pytest.skip("needs stages")
+
+    def run(mesh, folder, stop_after=None, scale=1.0):
+        model = dp.parallelize(build("gpt2"), dp.init_device_mesh(parse_mesh(mesh)))
+        model.set_train(True)
+        parameters = list(model.parameters())
+        if kind == "muon":
+            # Without decay, the groups of embeddings and of vectors have the same options.
+            groups = dp.optim.muon_groups(model, weight_decay=0.0)
+            optimizer = dp.optim.Muon(groups, lr=5e-4 * scale, adjust_lr_fn="match_rms_adamw")
+        else:
+            groups = {}
+            for name, parameter in model.named_parameters():
+                layer = int(name.split(".h.")[1].split(".")[0]) if ".h." in name else 9
+                new = {"params": [], "lr": 1e-4 * scale * (1 + layer), "weight_decay": 0.01 * layer}
+                groups.setdefault(layer, new)["params"].append(parameter)
+            optimizer = optim.AdamW(list(groups.values()))
+        scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        step = dp.make_train_step(
+            lambda **inputs: model(**inputs)[0], optimizer, parameters, scheduler=scheduler, accumulation_steps=2
+        )
+        size = group.world_size if mesh.startswith("dp") else 1
+        loader = dp.make_loader(Sentences(), 4 // size, 2, shuffle=True, seed=1)
+        run = dp.FunctionalRun(folder, model, step, loader)
+        run.resume()
+        for micro_batches in run.updates(num_epochs=3):
+            step(micro_batches)
+            if step.num_updates == 2:
+                run.save()
+            if step.num_updates == stop_after:
+                break
+        return whole_weights(model) if mesh.startswith("pp") else weights(model)
+
+    pipeline = f"pp={group.world_size}"
+    expected = run(pipeline, shared_tmp_path / "whole")
+    run(pipeline, shared_tmp_path / "stopped", stop_after=3)
+    group.barrier()
+    # The rates of the checkpoint count.
+    resumed = run(pipeline, shared_tmp_path / "stopped", scale=3.0)
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(resumed[name], weight, err_msg=name)
+    for name, weight in run(f"dp={group.world_size}", shared_tmp_path / "stopped", scale=3.0).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=5e-6, err_msg=name)
+
+
+@needs_messages
+def test_a_tied_weight_that_is_unfrozen_after_parallelize_stays_tied(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs stages")
+    mesh = dp.init_device_mesh({"pp": group.world_size})
+    model = build("gpt2")
+    model.transformer.wte.weight.requires_grad = False
+    model = dp.parallelize(model, mesh)
+    for parameter in model.parameters():
+        parameter.requires_grad = True
+    train(model, "gpt2", pieces_of(mesh, 2))
+    model.parallel.assert_in_sync()
+    found = {p.name: array.copy() for p, array in model.parallel.full_arrays()}
+    for name, weight in of_one_process("gpt2")[0].items():
+        np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-6, err_msg=name)
 
 
 class Counting(optim.AdamW):
@@ -936,6 +1024,8 @@ def test_parallelize_refuses_models_and_plans_that_do_not_fit_tp(group):
         with dp.empty_weights():
             model = build("bert")
         dp.parallelize(model, mesh)
+    with pytest.raises(ValueError, match="tp does not support relative positions that all heads share"):
+        dp.parallelize(build("bert", position_embedding_type="relative_key"), mesh)
     model = dp.parallelize(build("bert"), mesh)
     with pytest.raises(ValueError, match="is sharded already"):
         dp.parallelize(model, mesh)

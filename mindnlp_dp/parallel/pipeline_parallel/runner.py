@@ -84,8 +84,8 @@ class Pipeline:
 
     @property
     def num_tied(self) -> int:
-        """The number of elements of the tied parameters that this stage shares with others."""
-        return sum(int(tie.parameter.size) for tie in self.ties)
+        """The number of elements of the trained tied parameters that this stage shares with others."""
+        return sum(int(tie.parameter.size) for tie in self.ties if tie.parameter.requires_grad)
 
     # Outside of training.
 

@@ -49,7 +49,7 @@ class TiedParameter:
     def resync(self) -> None:
         """Copy the first stage's value to all stages, if stages differ. It is then a collective of ``group``."""
         placement = self.placement
-        if placement is None:
+        if placement is None or not self.parameter.requires_grad:
             return
         value = self.placements.full(placement, to_host(self.parameter), group=self.group)
         if self.placements.mesh.index("pp") != min(placement.stages):
