@@ -72,9 +72,10 @@ def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
     A column ``label`` is renamed to ``labels``, the name that models expect.
 
     Raises:
-        ValueError: the samples' shapes differ.
+        ValueError: the samples' shapes or columns differ.
         TypeError: a column has numbers in some samples, and texts or None in others.
     """
+    check_same_columns(rows)
     batch: Columns = {}
     for name in rows[0]:
         values = [np.asarray(row[name]) for row in rows]
@@ -88,6 +89,16 @@ def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
             raise TypeError(f"the samples' {name!r} are numbers in some samples, and texts or None in others")
         batch["labels" if name == "label" and "labels" not in rows[0] else name] = np.stack(values)
     return batch
+
+
+def check_same_columns(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a sample of a batch has a column that another one lacks."""
+    for number, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            names = ", ".join(sorted(map(repr, row.keys() ^ rows[0].keys())))
+            raise ValueError(
+                f"samples 0 and {number} of a batch do not have the same columns: one does not have {names}"
+            )
 
 
 def as_arrays(batch: Mapping[str, Any]) -> Columns:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
@@ -29,6 +30,9 @@ from mindnlp_dp.data.loader import IndexedLoader, Loader, PipelineLoader
 from mindnlp_dp.data.sampler import GlobalBatchSampler, largest_divisor
 
 _ROWS_AT_A_TIME = 1000
+
+# Iterators that a loader has read, by their ids; an evaluation makes a new loader for each pass.
+_iterators_read: dict[int, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -189,13 +193,18 @@ class PipelineSource:
                 "shards it"
             )
         size, accumulation_steps = options.global_micro_batch()
-        if is_batched_pipeline(pipeline):
+        if is_batched_pipeline(pipeline) or is_of_any_size(pipeline):
             num_samples = readers.run_on_rank0(lambda: _samples_in(pipeline), "counting the data pipeline's samples")
             batches = pipeline
         else:
             num_samples = readers.run_on_rank0(pipeline.get_dataset_size, "counting the data pipeline's samples")
             batches = _reusable(pipeline).batch(size)
         size = batches.get_batch_size()
+        if size < 1 or is_of_any_size(batches):
+            raise ValueError(
+                "the batches of this pipeline have no fixed size (batch_size is a function, bucket_batch_by_length or "
+                "batch_sampler); build it with .batch(NUMBER), or without batches: the trainer makes them"
+            )
         if options.global_batch_size is not None:
             if options.global_batch_size % size:
                 raise ValueError(
@@ -227,6 +236,15 @@ class IterableSource:
         size, accumulation_steps = options.global_micro_batch()
 
         def open_batches(epoch: int) -> Iterator[Batch]:
+            if isinstance(self._iterable, Iterator) and id(self._iterable) in _iterators_read:
+                warnings.warn(
+                    "this data set is an iterator, which can be read once, and is read again; pass an object whose "
+                    "__iter__ begins anew",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            if isinstance(self._iterable, Iterator):
+                _iterators_read[id(self._iterable)] = self._iterable
             if hasattr(self._iterable, "set_epoch"):  # Hugging Face's streaming data sets shuffle by it.
                 self._iterable.set_epoch(epoch)
             rows, begin, rank = iter(self._iterable), 0, options.readers.rank
@@ -239,6 +257,10 @@ class IterableSource:
             open_batches, None, options.group, accumulation_steps, batch_size=size, seed=options.seed,
             uneven=options.uneven, readers=options.readers,
         )  # fmt: skip
+
+
+# Operations of MindSpore that leave the number of rows as it is.
+_OF_SAME_ROWS = ("MapDataset", "ProjectDataset", "RenameDataset")
 
 
 class _GeneratorRows:
@@ -265,6 +287,7 @@ def _has_index(dataset: Any) -> bool:
         and hasattr(dataset.source, "__len__")
         and not dataset.num_samples
         and not dataset.is_sharded()
+        and not getattr(dataset, "has_batch_sampler", False)
         and (dataset.sampler is None or _takes_each_item_once(dataset.sampler))
     )
 
@@ -323,10 +346,19 @@ def is_batched(dataset: Any) -> bool:
     return isinstance(dataset, (BatchDataset, PaddedBatchDataset)) or any(map(is_batched, dataset.children))
 
 
+def is_of_any_size(dataset: Any) -> bool:
+    """Return whether a pipeline of ``mindspore.dataset`` yields batches without a fixed size."""
+    is_bucketed = type(dataset).__name__ == "BucketBatchByLengthDataset"
+    is_sampled = getattr(dataset, "has_batch_sampler", False)
+    return is_bucketed or is_sampled or any(map(is_of_any_size, dataset.children))
+
+
 def _samples_in(pipeline: Any) -> Optional[int]:
     """Return a pipeline's number of samples; None unless it ends with fixed-size batches that keep the remainder."""
     from mindspore.dataset import BatchDataset
 
+    while type(pipeline).__name__ in _OF_SAME_ROWS:
+        [pipeline] = pipeline.children
     if not isinstance(pipeline, BatchDataset) or pipeline.drop_remainder:
         return None
     return int(pipeline.children[0].get_dataset_size()) if isinstance(pipeline.batch_size, int) else None

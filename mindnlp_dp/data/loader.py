@@ -223,6 +223,13 @@ class PipelineLoader:
         num_rows = num_rows_of(batch)
         # A column without a row per sample may by chance have as many rows as a short last batch: remember it.
         self._without_rows |= {name for name, x in batch.items() if x.shape[:1] != (num_rows,)}
+        if batch and self._group.world_size > 1 and set(batch) <= self._without_rows:
+            sizes = ", ".join(f"{name}: {len(x) if x.ndim else 'one number'}" for name, x in batch.items())
+            raise ValueError(
+                f"no column of a batch has a row for each of its {num_rows} samples ({sizes}), so it cannot be split "
+                f"among {self._group.world_size} ranks (rank {self._group.label()}); let the data set, and not the "
+                "collator, pack or select samples"
+            )
         first, last = split_evenly(num_rows, self._group.world_size, self._group.rank)
         if first == last:
             return None

@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.data.batches import Columns, default_collate
+from mindnlp_dp.data.batches import Columns, check_same_columns, default_collate
 
 _IGNORED = -100
 
@@ -63,12 +63,7 @@ class PaddingCollator:
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Columns:
         """Return the batch, as arrays with one row per sample."""
         rows = [{name: self._as_array(name, value) for name, value in sample.items()} for sample in samples]
-        for number, row in enumerate(rows):
-            if row.keys() != rows[0].keys():
-                names = ", ".join(sorted(map(repr, row.keys() ^ rows[0].keys())))
-                raise ValueError(
-                    f"samples 0 and {number} of a batch do not have the same columns: one does not have {names}"
-                )
+        check_same_columns(rows)
         for row in rows:
             if "input_ids" in row and "attention_mask" not in row:
                 row["attention_mask"] = np.ones(row["input_ids"].shape, np.int64)

@@ -42,6 +42,8 @@ def evaluate(
 ) -> Evaluation:
     """Run a function once over every sample of a loader. A collective.
 
+    It does not change the model's mode: call ``model.eval()`` or ``network.set_train(False)`` before, and back after.
+
     Args:
         predict_fn: a function that takes a batch, as :func:`~mindnlp_dp.make_train_step`'s ``forward_fn`` does, and
             returns outputs: nested tuples, lists or dicts of tensors with rows as the first dimension. It also

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import numpy as np
+
 from mindnlp_dp.communication.batch_across_ranks import BatchAcrossRanks
-from mindnlp_dp.data.batches import num_rows_of, rows_of
+from mindnlp_dp.data.batches import Batch, num_rows_of, rows_of
 from mindnlp_dp.runtime.arrays import number_of
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.random_state import seeded
@@ -69,10 +71,19 @@ class LossCheck:
         if not self.models or self._updates_left == 0 or (group.world_size == 1 and len(batches) == 1):
             return
         self._updates_left -= 1
-        batch = next((each for each in batches if each is not None), None)
-        can = batch is not None and num_rows_of(batch) > 1 and not self.across_ranks.has_local_router_loss
+        batch = _of_several_rows([each for each in batches if each is not None])
+        can = batch is not None and not self.across_ranks.has_local_router_loss
         # A loss may contain collectives: either all ranks compute it, or none.
         if not all(group.all_gather_object(can)):
+            if self._updates_left == 0 and self._rows_left == NUM_ROWS and group.is_main and batch is None:
+                warnings.warn(
+                    f"{self.whose} could not be compared with its loss weights, because micro-batches have one row; "
+                    "the mean over micro-batches and ranks is the loss of one process only if the loss is a mean over "
+                    "rows. Otherwise return what it divides by from loss_weight(inputs) of the Trainer, or from "
+                    "loss_weight_of= of make_train_step",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             return
         found: list[Optional[Comparison]] = group.all_gather_object(self._compared(batch))
         compared = [each for each in found if each is not None]
@@ -121,6 +132,21 @@ class LossCheck:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _of_several_rows(batches: Sequence[Any]) -> Optional[Any]:
+    """Return the first batch of several rows, or else two of one row joined; None if they do not fit."""
+    several = next((each for each in batches if num_rows_of(each) > 1), None)
+    if several is not None or len(batches) < 2:
+        return several
+    first, second = batches[:2]
+    try:
+        # Other arrays, such as class weights, belong to the batch.
+        columns = {n: np.concatenate([x, second[n]]) if len(x) == 1 == len(second[n]) else x for n, x in first.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        # They are not dicts of arrays, or their rows have different lengths.
+        return None
+    return Batch(columns, np.arange(2))
 
 
 @contextlib.contextmanager

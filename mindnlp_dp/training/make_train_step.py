@@ -14,7 +14,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Callable, Optional, Union
 
 import mindspore
@@ -334,7 +334,13 @@ class FunctionalStep:
         ``batches`` is one batch or, with accumulation, a list of micro-batches; None replaces a batch that this rank
         does not have.
         """
-        micro_batches = [batches] if self.accumulation_steps == 1 else list(batches)
+        if self.accumulation_steps > 1 and isinstance(batches, Mapping):
+            raise TypeError(
+                f"accumulation_steps is {self.accumulation_steps}, so a step takes a list of micro-batches, got a "
+                f"dict on rank {self.synchronizer.group.label()}; pass [batch] for one micro-batch"
+            )
+        is_one = batches is None or self.accumulation_steps == 1
+        micro_batches = [batches] if is_one else list(batches)
         if not 1 <= len(micro_batches) <= self.accumulation_steps:
             raise ValueError(
                 f"expected 1 to {self.accumulation_steps} micro-batches, got {len(micro_batches)} on rank "

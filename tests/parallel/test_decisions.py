@@ -109,6 +109,26 @@ def test_reduce_lr_on_plateau_has_the_same_learning_rate_on_all_ranks(group, sha
     assert same_on_every_rank(group, rates) == pytest.approx([0.01, 0.01, 0.01, 0.005, 0.005, 0.0025])
 
 
+def test_metrics_that_evaluate_adds_are_those_of_rank_0(group, shared_tmp_path):
+    class Adds(dp.DataParallelTrainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, mode="max", patience=0, factor=0.5)
+            self._created_lr_scheduler = True
+            return self.lr_scheduler
+
+        def evaluate(self, *args, **kwargs):
+            metrics = super().evaluate(*args, **kwargs)
+            number = self.state.global_step
+            return {**metrics, **({"eval_mine": -number} if self.world.is_main else {"eval_mine": number})}
+
+    trainer = train(
+        tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, Adds, eval_dataset=Rows(5),
+        per_device_train_batch_size=4, metric_for_best_model="mine", greater_is_better=True, **EVERY_EPOCH,
+    )  # fmt: skip
+    assert same_on_every_rank(group, trainer.optimizer.param_groups[0]["lr"]) == pytest.approx(0.01 / 2**5)
+    assert same_on_every_rank(group, trainer.state.best_metric) == -2
+
+
 def test_missing_metric_for_best_model_is_refused(group, shared_tmp_path):
     with pytest.raises(ValueError, match="eval_f1, which is not among the metrics: eval_score"):
         train(

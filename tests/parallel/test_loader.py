@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 
 import mindspore
 import numpy as np
@@ -360,6 +361,51 @@ def test_uneven_drop_of_streams_and_pipelines_drops_the_last_global_batch(group,
     assert sorted(sum(updates, [])) == list(range(2 * size))
     if kind != "stream":
         assert len(loader) == 2
+
+
+def test_batches_without_a_fixed_size_and_packed_streams_are_refused(group):
+    pipelines = [
+        counted(10).batch(lambda info: 2),
+        counted(10).bucket_batch_by_length(["x"], [4], [2, 2], element_length_function=lambda x: 1),
+    ]
+    # MindSpore has it since 2.10.
+    if "batch_sampler" in inspect.signature(GeneratorDataset.__init__).parameters:
+        pipelines.append(GeneratorDataset(NumberTuples(10), ["x"], batch_sampler=[[0, 1], [2, 3]]))
+    for pipeline in pipelines:
+        with pytest.raises(ValueError, match="the batches of this pipeline have no fixed size"):
+            make_loader(pipeline, 2)
+    packed = make_loader(streamed(12), 4, collate=lambda samples: {"x": np.zeros((len(samples) // 2, 3))})
+    if group.world_size > 1:
+        with pytest.raises(ValueError, match="no column of a batch has a row for each of its .* samples"):
+            list(packed.updates())
+    else:
+        assert [len(batch["x"]) for [batch] in packed.updates()] == [2, 2, 2]
+
+
+def test_uneven_drop_counts_the_updates_of_a_pipeline_that_is_mapped_after_batch(group):
+    size = 2 * group.world_size
+    pipeline = counted(3 * size - 1).batch(size).map(lambda x: x + 1, ["x"])
+    loader = make_loader(pipeline, 2, uneven="drop")
+    assert len(loader) == len(rows_read(loader)) == 2
+
+
+def test_samples_with_different_columns_are_refused(group):
+    class Ragged(Numbers):
+        def __getitem__(self, index):
+            return {"x": np.int64(index), **({"weight": 1.0} if index % 2 else {})}
+
+    with pytest.raises(ValueError, match="do not have the same columns: one does not have 'weight'"):
+        list(make_loader(Ragged(4 * group.world_size), 4).updates())
+
+
+def test_an_iterator_that_is_read_twice_gives_a_warning(group):
+    loader = make_loader(({"x": np.int64(i)} for i in range(4)), 4)
+    assert union(group, rows_read(loader)) == [[0, 1, 2, 3]]
+    if group.is_main:
+        with pytest.warns(RuntimeWarning, match="an iterator, which can be read once"):
+            assert not list(loader.updates())
+    else:
+        assert not list(loader.updates())
 
 
 def test_columns_without_a_row_per_sample_are_given_to_all_ranks(group):

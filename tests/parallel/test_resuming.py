@@ -173,6 +173,44 @@ def test_a_finished_run_is_not_trained_further(group, shared_tmp_path, whole):
     assert again.replica_digest == finished.replica_digest == whole.replica_digest
 
 
+def test_a_finished_run_of_a_stream_ends_when_it_is_resumed(group, shared_tmp_path):
+    class Stream:
+        def __iter__(self):
+            return (Rows(10)[index] for index in range(10))
+
+    settings = {"max_steps": 6, "save_steps": 3}
+    finished = run(shared_tmp_path, group, Stream(), **settings)
+    group.barrier()
+    again = run(shared_tmp_path, group, Stream(), seed=4, resume=True, **settings)
+    assert (again.state.global_step, again.replica_digest) == (6, finished.replica_digest)
+    # Fewer updates than the checkpoint has.
+    assert run(shared_tmp_path, group, Stream(), resume=True, **{**settings, "max_steps": 4}).state.global_step == 6
+
+
+def test_resume_refuses_a_loader_of_the_trainer_with_another_batch_and_names_a_batch_that_is_kept(
+    group, shared_tmp_path, capsys
+):
+    def with_own_loader(size):
+        name = "get_train_dataloader" if is_0_5 else "get_train_dataset"
+        columns = ["input_ids", "label"]
+        own = {name: lambda self, *args: dp.make_loader(Rows(37), size, shuffle=True, columns=columns)}
+        return type("WithOwnLoader", (dp.DataParallelTrainer,), own)
+
+    run(shared_tmp_path / "own", group, trainer_class=with_own_loader(2), max_steps=2)
+    group.barrier()
+    larger = with_own_loader(4)
+    with pytest.raises(ValueError, match=rf"updates have {2 * group.world_size} samples, and those of this Trainer's"):
+        run(shared_tmp_path / "own", group, trainer_class=larger, max_steps=4, resume=True)
+    run(shared_tmp_path / "given", group, global_batch_size=8, gradient_accumulation_steps=1, max_steps=2)
+    group.barrier()
+    capsys.readouterr()
+    again = run(
+        shared_tmp_path / "given", group, global_batch_size=16, gradient_accumulation_steps=1, max_steps=4, resume=True
+    )
+    assert again.training_loop.loader.global_batch_size == 8
+    assert ("the checkpoint's global batch of 8 samples" in capsys.readouterr().out) == group.is_main
+
+
 def test_a_finished_run_resumes_with_more_epochs(group, shared_tmp_path):
     constant = {"lr_scheduler_type": "constant", "save_strategy": "epoch"}
     long = run(shared_tmp_path / "long", group, **constant)

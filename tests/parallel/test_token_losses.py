@@ -319,6 +319,25 @@ def test_a_loss_that_is_not_a_mean_over_rows_gives_one_warning(group, tmp_path, 
     assert all("for a micro-batch of 8 rows it is" in each and "weight=class_weights" in each for each in found)
 
 
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_loss_of_micro_batches_of_one_row_is_compared_or_said_not_to_be(group, tmp_path, accumulation_steps, recwarn):
+    model_class = find("BertForSequenceClassification")
+    model = build(model_class)
+    rows = samples(model_class, model, 16 * group.world_size)
+    # Rows of one length, so that two micro-batches can be joined.
+    rows = [{**row, "input_ids": row["input_ids"][:4], "attention_mask": row["attention_mask"][:4]} for row in rows]
+    rows = [{name: row[name] for name in ("input_ids", "attention_mask", "labels") if name in row} for row in rows]
+    train(
+        model, rows, tmp_path, OwnClassifierLoss, **settings(group, accumulation_steps, per_device_train_batch_size=1)
+    )
+    said = [str(each.message) for each in recwarn if "OwnClassifierLoss" in str(each.message)]
+    if group.world_size == 1 and accumulation_steps == 1:
+        assert not said
+        return
+    expected = "could not be compared" if accumulation_steps == 1 else "is not a mean with its loss weights"
+    assert [expected in each for each in said] == [True] * group.is_main
+
+
 @pytest.mark.core
 def test_class_weights_train_like_one_process(group, tmp_path):
     """The weight of a loss is the sum of its labels' weights; with the number of rows it is another model."""

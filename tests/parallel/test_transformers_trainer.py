@@ -41,6 +41,32 @@ def test_a_second_train_call_trains_the_new_model_of_model_init(group, tmp_path)
     assert any(np.abs(first[name] - start[name]).max() > 1e-3 for name in start)
 
 
+def test_compute_loss_func_is_checked_like_an_own_loss(group, tmp_path, recwarn):
+    """Its labels are its own, and class weights without loss_weight are found out."""
+    from mindtorch.nn import functional
+
+    def weighted(outputs, labels, num_items_in_batch=None):
+        weight = outputs["logits"].new_tensor([0.1, 3.0])
+        return functional.cross_entropy(outputs["logits"], labels % 2, weight=weight)
+
+    class Weighted(dp.DataParallelTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, compute_loss_func=weighted, **kwargs)
+
+    class Beyond(Rows):
+        def __getitem__(self, index):
+            row = super().__getitem__(index)
+            return {**row, "label": row["label"] + 2}
+
+    steps = 2 if group.world_size == 1 else 1
+    train(
+        tiny_roberta(), Beyond(32 * group.world_size), tmp_path, Weighted, max_steps=4, per_device_train_batch_size=8,
+        gradient_accumulation_steps=steps,
+    )  # fmt: skip
+    said = [str(each.message) for each in recwarn if "is not a mean with its loss weights" in str(each.message)]
+    assert len(said) == group.is_main
+
+
 def test_compute_loss_func_with_num_items_in_batch_trains_like_one_process(group, tmp_path):
     from mindtorch.nn import functional
 

@@ -39,7 +39,7 @@ def run_evaluation(
     handler.eval_dataset = handler.eval_dataloader = dataset
     sees_inputs = args.include_inputs_for_metrics or "inputs" in getattr(args, "include_for_metrics", ())
     main_input = trainer.main_input
-    span_loss = trainer.trainer_loss.span_loss()
+    span_loss = trainer.trainer_loss.span_loss(evaluates=True)
     check_columns = trainer.trainer_loss.column_checks()
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
     # A user's own loader may have several micro-batches in an update.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from mindnlp_dp.data.dataset_adapter import is_batched_pipeline
+from mindnlp_dp.data.loader import IndexedLoader
 from mindnlp_dp.parallel.distributed_model import load_checkpoint
 from mindnlp_dp.runtime.job_context import job_if_restarted, max_world_size
 from mindnlp_dp.training.run_state import Position, Run, check_same_data, warn_of_other_settings
@@ -45,8 +46,20 @@ def make_epoch_loader(trainer: TrainerInterface, saved: Optional[dict[str, Any]]
     if saved is not None:
         data = trainer.args.data_order(loader)
         check_same_data(data, saved["data"], "start the epoch again with ignore_data_skip=True")
-    is_derived = trainer.global_batch_size is not None and trainer.args.global_batch_size is None
-    is_changed = is_derived and loader.micro_steps != trainer.args.gradient_accumulation_steps
+        size = loader.global_batch_size
+        if not batch_schedule.is_scaled and size != saved["global_batch_size"]:
+            raise ValueError(
+                f"the checkpoint's updates have {saved['global_batch_size']} samples, and those of this Trainer's own "
+                f"loader have {size}; let it take global_batch_size=trainer.global_batch_size, or start the epoch "
+                "again with ignore_data_skip=True"
+            )
+    given = trainer.args.global_batch_size
+    if given is None:
+        is_smaller = loader.micro_batch_size < trainer.args.train_batch_size and isinstance(loader, IndexedLoader)
+        is_changed = loader.micro_steps != trainer.args.gradient_accumulation_steps or is_smaller
+    else:
+        is_changed = given != loader.global_batch_size
+    is_changed &= trainer.global_batch_size is not None
     if trainer.world.is_main and batch_schedule.is_slower:
         print(f"not all ranks of this job are there: training with {batch_schedule}")
     elif trainer.world.is_main and is_changed:

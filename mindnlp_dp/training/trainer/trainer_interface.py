@@ -117,6 +117,10 @@ class TrainerInterface(abc.ABC):
         It is a number, or a scalar tensor, which a device may still be computing.
         """
 
+    def loss_of(self, inputs: dict[str, Any]) -> Any:
+        """Return a batch's loss from ``compute_loss``, as a training step computes it, without gradients."""
+        return self.compute_loss(self.model, inputs)
+
     @abc.abstractmethod
     def loss_weight(self, inputs: Any) -> float:
         """Return the weight of this micro-batch's loss in the mean over ranks and micro-batches."""

@@ -12,6 +12,9 @@ from mindnlp_dp.training.span_loss import SpanLoss
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, is_causal
 from mindnlp_dp.training.trainer.trainer_interface import TrainerInterface
 
+# Packages whose prediction_step returns the model's loss.
+_LIBRARIES = ("mindnlp", "mindnlp_dp", "transformers")
+
 
 class TrainerLoss:
     """Tells what the loss of ``trainer`` weighs, for the model that it has at the time of each call."""
@@ -28,9 +31,11 @@ class TrainerLoss:
             self._weigher = LossWeigher(mean, whose)
         return self._weigher(inputs)
 
-    def span_loss(self) -> SpanLoss:
+    def span_loss(self, *, evaluates: bool = False) -> SpanLoss:
         """Return what makes a question answering loss exact; it acts if loss and weight are not the user's own."""
         is_models = self._is_the_librarys and self.is_weighed_by_default
+        if evaluates:
+            is_models &= getattr(self._trainer.prediction_step, "__module__", "").split(".")[0] in _LIBRARIES
         return SpanLoss(self._trainer.model if is_models else None, self._trainer.group)
 
     @property
@@ -54,8 +59,9 @@ class TrainerLoss:
 
     @property
     def _is_the_librarys(self) -> bool:
-        """Whether ``compute_loss`` is the method of the library's Trainer, not one of a subclass."""
-        return getattr(self._trainer.compute_loss, "__func__", None) is Trainer.compute_loss
+        """Whether the library's Trainer computes the loss, not a subclass or the user's ``compute_loss_func``."""
+        has_own_function = getattr(self._trainer, "compute_loss_func", None) is not None
+        return not has_own_function and getattr(self._trainer.compute_loss, "__func__", None) is Trainer.compute_loss
 
     def _mean(self, inputs: Any) -> tuple[Optional[LossMean], str]:
         """Return what a batch's loss is a mean over (None if unknown), and a name of the loss for messages."""

@@ -145,7 +145,8 @@ class TrainingLoop:
         self.agree(trainer.control)
         while not is_over and self.position.epoch < num_epochs:
             self._run_epoch()
-            is_over = self.agree.agreed["should_training_stop"]
+            # A run that is resumed after its last update makes none, and its stop flag is cleared.
+            is_over = self.agree.agreed["should_training_stop"] or state.global_step >= max_steps
             if not is_over:
                 self.position = Position(self.position.epoch + 1)
         self.speed.stop()
@@ -325,7 +326,7 @@ class TrainingLoop:
 
         def loss_of(inputs: Any) -> Any:
             with trainer.logging_off():
-                return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
+                return trainer.loss_of(trainer._prepare_inputs(inputs))
 
         whose = f"the loss of {type(trainer).__name__}"
         return LossCheck(
@@ -384,7 +385,8 @@ class TrainingLoop:
     def _evaluate(self) -> dict[str, bool]:
         """Evaluate the model, and return the flags that all ranks agree on after it."""
         trainer = self.trainer
-        metrics = self.metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
+        # A subclass may add metrics of its rank's rows, by which ranks would decide differently.
+        metrics = self.metrics = self.world.broadcast_object(trainer.evaluate(ignore_keys=self.ignore_keys_for_eval))
         trainer.on_metrics(metrics)
         if isinstance(trainer.lr_scheduler, mindnlp_api().optim.lr_scheduler.ReduceLROnPlateau):
             trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))

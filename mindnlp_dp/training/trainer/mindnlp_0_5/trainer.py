@@ -103,6 +103,12 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         takes_it = self.model_accepts_loss_kwargs or self.compute_loss_func is not None  # type: ignore[attr-defined]
         return takes_it and "labels" in inputs
 
+    def loss_of(self, inputs: dict[str, Any]) -> Any:
+        if not self._counts_labels(inputs):
+            return super().loss_of(inputs)
+        number = mindnlp_api().tensor(self.loss_weight(inputs))
+        return self.compute_loss(self.model, inputs, num_items_in_batch=number)  # type: ignore[attr-defined]
+
     def loss_of_training_step(self, inputs: dict[str, Any]) -> Any:
         # training_step() divides the loss by this number; the exchange weights it already.
         self.current_gradient_accumulation_steps = 1
