@@ -54,11 +54,16 @@ check_cores() {
   [ "$1" -le "$cores" ] || fail "$1 processes, but there are $cores cores to use; they would take turns"
 }
 
+# output_dir_in CONFIG: prints its output_dir, without quotes and a comment.
+output_dir_in() {
+  sed -n -e 's/^output_dir: *//' -e 't found' -e 'b' -e ':found' -e 's/ #.*//' -e "s/^[\"']//" -e "s/[\"' ]*$//p" "$1"
+}
+
 # output_dir CONFIG FLAGS...: prints the output folder of a job with these flags, which may name another config. With an
 # empty name the job would write files into the root folder, and a script would remove files there.
 output_dir() {
   local config=$1 default folder given=false
-  default=$(sed -n 's/^output_dir: *//p' "$config")
+  default=$(output_dir_in "$config")
   shift
   while [ $# -gt 0 ]; do
     case $1 in
@@ -69,7 +74,7 @@ output_dir() {
     esac
     shift
   done
-  $given || folder=$(sed -n 's/^output_dir: *//p' "$config" 2>/dev/null || true)
+  $given || folder=$(output_dir_in "$config" 2>/dev/null || true)
   $given || folder=${folder:-$default}
   case $folder in '' | -*) fail "--output-dir must name a folder, got '$folder'" ;; esac
   echo "$folder"

@@ -11,7 +11,7 @@ from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
 from mindnlp_dp.runtime.atomic_write import atomic_write
 
 
-def run_export(output_dir: Path, destination: Path, merge_lora: bool, base: str) -> int:
+def run_export(output_dir: Path, destination: Path, merge_lora: bool, base: str, *, trust_pickle: bool = False) -> int:
     """Write the model of a run, with its adapters merged into it, and its tokenizer; return the exit code.
 
     Raises:
@@ -38,7 +38,7 @@ def run_export(output_dir: Path, destination: Path, merge_lora: bool, base: str)
         raise InputError(f"{destination} exists and is not an empty folder; name a new one")
     with atomic_write(destination) as new:
         if has_adapters:
-            model = load_saved(str(folder), kind, base).merge_and_unload()
+            model = load_saved(str(folder), kind, base, trust_pickle=trust_pickle).merge_and_unload()
             model.save_pretrained(str(new))
             pretrained_tokenizer(str(folder), base)[0].save_pretrained(str(new))
         else:

@@ -17,7 +17,14 @@ from mindnlp_dp.report.runs import REPORT_FILE
 
 
 def run_generate(
-    output_dir: Path, prompt: str, *, max_new_tokens: int, temperature: float, raw: bool, base: str
+    output_dir: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    raw: bool,
+    base: str,
+    trust_pickle: bool = False,
 ) -> int:
     """Print what the model answers to a prompt; return the exit code.
 
@@ -37,7 +44,7 @@ def run_generate(
     dp.init_process_group()
     from mindspore import Tensor
 
-    model = load_saved(folder, base=base)
+    model = load_saved(folder, base=base, trust_pickle=trust_pickle)
     positions = max_tokens_of(model.config) or len(ids) + max_new_tokens
     if not 0 < len(ids) < positions:
         raise InputError(f"the prompt has {len(ids)} tokens; expected at least 1, and less than {positions}")

@@ -172,9 +172,7 @@ def _add_estimate(commands: Any) -> None:
     estimate.add_argument(
         "--mesh", nargs="+", default=[], metavar="MESH", help="estimate these meshes instead, such as dp=2,tp=2"
     )
-    estimate.add_argument(
-        "--precision", choices=("float32", "mixed"), default="float32", help="of weights and activations"
-    )
+    estimate.add_argument("--precision", choices=("float32", "mixed"), default="float32", help="of values in layers")
     estimate.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, in bytes, to this file")
     estimate.set_defaults(run=_estimate)
 
@@ -220,6 +218,9 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     command.add_argument("output_dir", type=Path, metavar="OUT", help="a run's --output-dir, or a folder with a model")
     command.add_argument(
         "--base", default="", metavar="MODEL", help="the model of the adapters (default: the one that they name)"
+    )
+    command.add_argument(
+        "--trust-pickle", action="store_true", help="also load weights that are pickles, which may run code"
     )
 
 
@@ -344,7 +345,7 @@ def _export(args: argparse.Namespace) -> int:
     from mindnlp_dp.commands.export import run_export
 
     try:
-        return run_export(args.output_dir, args.destination, args.merge_lora, args.base)
+        return run_export(args.output_dir, args.destination, args.merge_lora, args.base, trust_pickle=args.trust_pickle)
     except (ValueError, OSError) as error:
         print(f"mindnlp-dp export: {error}", file=sys.stderr)
         return 2
@@ -356,7 +357,7 @@ def _generate(args: argparse.Namespace) -> int:
     try:
         return run_generate(
             args.output_dir, args.prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-            raw=args.raw, base=args.base,
+            raw=args.raw, base=args.base, trust_pickle=args.trust_pickle,
         )  # fmt: skip
     except (ValueError, OSError) as error:
         print(f"mindnlp-dp generate: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Optional, Protocol, TypeVar
 
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
+from mindnlp_dp.finetuning.saved_model import MODEL_FOLDER, adapters_of, base_of
 from mindnlp_dp.finetuning.settings import FROM_SCRATCH, InputError, ParallelConfig, as_input_error
 from mindnlp_dp.runtime.launch_env import detect_launch, launched_rank
 
@@ -62,6 +63,12 @@ def check_files(config: ParallelConfig, model: str, read: Callable[[], Read]) ->
     files = [folder / name for name in ("config.json", "adapter_config.json")]
     if model != FROM_SCRATCH and folder.is_dir() and not any(file.is_file() for file in files):
         raise InputError(f"the model {model} cannot be loaded: the folder has no config.json")
+    target = (Path(config.output_dir) / MODEL_FOLDER).resolve()
+    if (config.lora_rank or adapters_of(model)) and Path(base_of(model)).resolve() == target:
+        raise InputError(
+            f"the adapters would be written to {config.output_dir}/{MODEL_FOLDER}, over the model that they belong to; "
+            "give another --output-dir"
+        )
     dataset = getattr(config, "dataset", "")
     if dataset and not Path(dataset).is_dir() and not config.check:
         return None

@@ -273,12 +273,27 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_repeated_keys)
 
 
+def _of_its_own_keys(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose tools and calls of tools have no nulls: Parquet gives each one the keys of all others."""
+    for key in ("messages", "conversations"):
+        for message in row.get(key) or ():
+            if isinstance(message, dict) and message.get("tool_calls"):
+                message["tool_calls"] = _without_nulls(message["tool_calls"])
+    return {**row, "tools": _without_nulls(row["tools"])} if "tools" in row else row
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def _parquet(path: str) -> Iterator[Row]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         batches = ParquetFile(path).iter_batches()
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+        yield from enumerate((_of_its_own_keys(row) for batch in batches for row in batch.to_pylist()), 1)
     except (ArrowException, OSError) as error:
         raise InputError(f"{path} is not a Parquet file: {str(error).partition(chr(10))[0]}") from None

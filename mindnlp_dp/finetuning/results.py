@@ -105,7 +105,9 @@ def write_results(folder: Path, report: RunReport, save_model: Callable[[str], N
             title += "; {world_size} ranks over {backend}, {global_batch_size} samples per update".format_map(report)
             draw_png(plot, [RecordedRun(folder.name, report)], title)
     with atomic_write(folder / REPORT_FILE) as file:
-        file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+        # A name of a file may have bytes that are not UTF-8; JSON has an escape for them.
+        file.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def summary(report: RunReport, folder: Path, evaluation: str) -> str:

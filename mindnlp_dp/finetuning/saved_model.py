@@ -6,6 +6,7 @@ The recipes call it to continue from a folder, and so do the commands ``export``
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any, Optional
 
@@ -127,7 +128,19 @@ def load_saved(
             f"{error}" + (f"; {name} has adapters for it, and names it in adapter_config.json" if adapters else "")
         ) from None
     if adapters is None:
+        _make_valid(getattr(model, "generation_config", None))
         return model
     if (Path(name) / "generation_config.json").is_file():
         model.generation_config = library.GenerationConfig.from_pretrained(name)
+    _make_valid(getattr(model, "generation_config", None))
     return peft_api().PeftModel.from_pretrained(model, name, is_trainable=is_trainable)
+
+
+def _make_valid(config: Any) -> None:
+    """Let settings of sampling, such as a temperature, sample; the library saves no model in which they do not."""
+    if config is None or config.do_sample:
+        return
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        config.validate()
+    config.do_sample = bool(found)

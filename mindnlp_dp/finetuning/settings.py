@@ -221,8 +221,9 @@ class ParallelConfig(RunConfig):
             "micro_batch_size", "save_steps", "eval_steps", "early_stopping", "lora_rank",
         ):  # fmt: skip
             self.check_at_least(0, name)
-        if (self.use_rslora or self.use_dora) and not self.lora_rank:
-            raise InputError("use_rslora and use_dora change LoRA's adapters, and lora_rank is 0")
+        of_lora = [name for name in ("lora_targets", "use_rslora", "use_dora") if getattr(self, name)]
+        if of_lora and not self.lora_rank:
+            raise InputError(f"{of_lora[0]} changes LoRA's adapters, and lora_rank is 0")
         if not 0 <= self.lora_dropout < 1:
             raise InputError(f"lora_dropout must be from 0 to 1, got {self.lora_dropout}")
         if self.metric_to_keep and self.save_steps and (not self.eval_steps or self.save_steps % self.eval_steps):

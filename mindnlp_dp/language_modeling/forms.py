@@ -44,6 +44,8 @@ def answers_of(row: Mapping[str, Any], where: str) -> tuple[list[Any], list[Any]
         InputError: a key is missing, an answer is empty, or texts and lists of messages are mixed.
     """
     given: dict[str, Any] = {key: row.get(key) for key in ("prompt", "chosen", "rejected")}
+    if given["prompt"] is None and row.get("instruction") is not None:
+        given["prompt"] = _instruction(row, where)
     for key in ("chosen", "rejected"):
         if not given[key] or (isinstance(given[key], str) and not given[key].strip()):
             state = "is missing" if given[key] is None else "is empty"
@@ -61,6 +63,7 @@ def answers_of(row: Mapping[str, Any], where: str) -> tuple[list[Any], list[Any]
     if kinds == {str}:
         chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
         prompt = [{"role": "user", "content": prompt}]
+    prompt = [*_history(row.get("history"), where), *prompt]
     return [*map(_message, prompt)], [*map(_message, chosen)], [*map(_message, rejected)]
 
 
@@ -95,11 +98,17 @@ def _system(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
 
 
 def _alpaca(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
-    texts = [row.get(key) or "" for key in ("instruction", "input", "output")]
-    if not all(isinstance(text, str) for text in texts) or not texts[2]:
+    output = row.get("output")
+    if not isinstance(output, str) or not output:
         raise InputError(f"{where}: expected instruction, input and output, three texts; got {shown(row)}")
-    prompt = "\n".join(filter(None, texts[:2]))
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": texts[2]}]
+    return [{"role": "user", "content": _instruction(row, where)}, {"role": "assistant", "content": output}]
+
+
+def _instruction(row: Mapping[str, Any], where: str) -> str:
+    texts = [row.get(key) or "" for key in ("instruction", "input")]
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(f"{where}: expected instruction, input and output, three texts; got {shown(row)}")
+    return "\n".join(filter(None, texts))
 
 
 def _history(turns: Any, where: str) -> list[dict[str, str]]:

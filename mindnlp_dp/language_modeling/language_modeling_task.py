@@ -112,7 +112,9 @@ def read_splits(config: LanguageModelingConfig) -> ConversationSplits:
             test += [read[at] for at in np.flatnonzero(is_test)]
             read = [read[at] for at in np.flatnonzero(~is_test)]
         train += [read[at] for at in repeated(len(read), weight, config.seed)]
-    for path, _ in weighted_files(config.test_file):
+    for path, weight in weighted_files(config.test_file):
+        if weight != 1:
+            raise InputError(f"test_file: {path} has the weight {weight:g}, and held-out rows count once; leave it out")
         test += read_file(path)
     return ConversationSplits(_some(train, config), test)
 

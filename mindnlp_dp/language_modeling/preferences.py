@@ -107,6 +107,10 @@ class PreferenceTrainer(dp.DataParallelTrainer):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, compute_metrics=metrics_of_rewards, **keywords)
 
+    def loss_weight(self, inputs: Any) -> float:
+        """Return the number of pairs, of which the loss is the mean."""
+        return float(len(inputs["reference"]))
+
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Optional[Any] = None
     ) -> Any:

@@ -140,9 +140,13 @@ def prompt_of(conversation: Conversation, template: Template) -> str:
 
 def text_after_content(conversation: Conversation, template: Template) -> str:
     """Return what a template writes after the last message's content: its end of a turn, or nothing."""
-    *_, last = [text for text, is_counted in template(_all_counted(conversation)) if is_counted]
-    content = (conversation[-1].content or "").strip()
-    return last.rpartition(content)[2] if content else last
+    # A content that is no part of the end itself.
+    content = "the answer's last words"
+    *before, last_message = conversation
+    asked = Conversation([*before, replace(last_message, content=content, more={})])
+    asked.tools, asked.where = conversation.tools, conversation.where
+    *_, last = [text for text, is_counted in template(_all_counted(asked)) if is_counted]
+    return last.partition(content)[2]
 
 
 def _all_counted(conversation: Conversation) -> Conversation:

@@ -100,6 +100,11 @@ def _find_column(header: Sequence[str], given: str, kind: str, what: str) -> str
         if len(found) > 1:
             raise InputError(f"{what}: the {kind} may be in {' or '.join(found)}; name it with --{kind}-column")
         if found:
+            if not given and name == "text_a" and any(each.strip().lower() == "text_b" for each in header):
+                raise InputError(
+                    f"{what}: it has pairs, text_a and text_b, and the recipe classifies one text; join them in one "
+                    f"column, or name one of them with --{kind}-column"
+                )
             return found[0]
     expected = f"there is none named {given}" if given else f"expected one named {' or '.join(usual)}"
     raise InputError(f"{what}: no {kind} column; {expected}, found {', '.join(header)}; name it with --{kind}-column")

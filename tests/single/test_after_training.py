@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from mindnlp_dp.commands.main import main
+from mindnlp_dp.finetuning.early_checks import check_files
 from mindnlp_dp.finetuning.saved_model import load_saved
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.finetuning.tokenizers import pretrained_tokenizer
+from mindnlp_dp.language_modeling.language_modeling_config import LanguageModelingConfig
 
 IDS = np.arange(4, 24).reshape(2, 10)
 
@@ -84,6 +86,39 @@ def test_lora_adapters_are_trained_further(monkeypatch, tmp_path):
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "base")
     with pytest.raises(SystemExit, match="has adapters of rank 4, which are trained further; leave out --lora-rank"):
         chat_models.run(monkeypatch, tmp_path, *flags, "--lora-rank", 8)
+
+
+def test_adapters_that_pytorch_has_written_replace_older_ones(monkeypatch, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    folder = chat_models.train_adapters(monkeypatch, tmp_path, "qwen base", "--max-steps", 20)
+    assert (folder / "adapter_model.ckpt").is_file()
+    zeros = {name: np.zeros_like(array) for name, array in load_file(folder / "adapter_model.safetensors").items()}
+    save_file(zeros, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    np.testing.assert_array_equal(logits(load_saved(str(folder))), logits(load_saved(str(tmp_path / "base"))))
+
+
+def test_adapters_are_not_written_over_the_model_that_they_belong_to(monkeypatch, tmp_path):
+    folder = chat_models.train_adapters(monkeypatch, tmp_path, "qwen base", "--max-steps", 2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "base").rename(tmp_path / "run" / "model")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "run" / "model")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    for model, rank in ((tmp_path / "run" / "model", 2), (folder, 0)):
+        settings = LanguageModelingConfig(model=str(model), lora_rank=rank, output_dir=str(tmp_path / "run"))
+        with pytest.raises(
+            InputError, match=r"run/model, over the model that they belong to; give another --output-dir"
+        ):
+            check_files(settings, str(model), lambda: pytest.fail("the data is read"))
+
+
+def test_a_model_whose_generation_settings_need_sampling_can_be_saved(monkeypatch, tmp_path):
+    chat_models.train_adapters(monkeypatch, tmp_path, "qwen base", "--max-steps", 2)
+    (tmp_path / "base" / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+    model = load_saved(str(tmp_path / "base"))
+    model.save_pretrained(str(tmp_path / "saved"))
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["do_sample"] is True
 
 
 def test_lora_with_new_special_tokens_is_refused(monkeypatch, tmp_path):

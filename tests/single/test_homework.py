@@ -196,10 +196,12 @@ def test_a_download_without_network_advises_to_copy_the_archive(download, server
         ("--output-dir=a --config b.yaml", "a"),
         ("--config other.yaml", "elsewhere"),
         ("--config=none.yaml", "outputs/banking77_2cpu"),
+        ("--config quoted.yaml", "quoted folder"),
     ],
 )
 def test_the_homework_scripts_find_the_output_folder(homework, tmp_path, flags, expected):
     (tmp_path / "other.yaml").write_text("num_epochs: 1\noutput_dir: elsewhere\n")
+    (tmp_path / "quoted.yaml").write_text('output_dir: "quoted folder"  # another\n')
     command = f'source "$1/scripts/msrun_checks.sh"; output_dir "$1/configs/banking77_2cpu.yaml" {flags}'
     done = subprocess.run(["bash", "-euc", command, "-", homework.parent], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == f"{expected}\n", done.stderr

@@ -330,7 +330,8 @@ def test_the_topics_of_the_python_manual_are_split_into_train_and_test():
         (["--lora-rank", "2"], "lora_rank is for a trained model"),
         (["--fused-cross-entropy", "yes"], "fused_cross_entropy must be auto, true or false"),
         (["--lora-rank", "-1"], "lora_rank must be at least 0"),
-        (["--model", "x", "--use-dora"], "use_rslora and use_dora change LoRA's adapters, and lora_rank is 0"),
+        (["--model", "x", "--lora-targets", "q_proj"], "lora_targets changes LoRA's adapters, and lora_rank is 0"),
+        (["--model", "x", "--use-dora"], "use_dora changes LoRA's adapters, and lora_rank is 0"),
         (["--lora-dropout", "1"], "lora_dropout must be from 0 to 1"),
         (["--mesh", "tp=2", "--zero-stage", "3"], "mesh=tp=2: name the ranks that have shards, as in fsdp=2,tp=2"),
         (["--mesh", "fsdp=2,pp=2"], "with mesh=fsdp=2,pp=2: leave pp out"),
@@ -353,8 +354,8 @@ def test_short_max_length_unknown_lora_targets_and_missing_models_are_refused(tm
     given = ["--train-file", files[0], "--test-file", files[1], "--cache-dir", ""]
     with pytest.raises(InputError, match="no text of the training split has a completion within max_length"):
         prepare_task(parse_config(LanguageModelingConfig, [*given, "--max-length", "5"]))
-    config = parse_config(LanguageModelingConfig, [*given, "--lora-targets", "q_proj,nothing"])
-    config.lora_rank = 2
+    config = parse_config(LanguageModelingConfig, given)
+    config.lora_rank, config.lora_targets = 2, "q_proj,nothing"
     with pytest.raises(InputError, match="lora_targets names 'nothing'; the linear layers are down_proj, gate_proj"):
         build_model(config, prepare_task(config))
     with pytest.raises(InputError, match="the tokenizer nowhere cannot be loaded"):

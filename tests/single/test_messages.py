@@ -11,7 +11,7 @@ import tokenizer_kinds
 
 from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.language_modeling import templates
-from mindnlp_dp.language_modeling.conversations import read_conversations
+from mindnlp_dp.language_modeling.conversations import Conversation, Message, read_conversations
 from mindnlp_dp.language_modeling.tokenize_conversations import encode, train_tokenizer
 
 
@@ -157,6 +157,35 @@ def test_unused_keys_of_a_row_are_recorded(tmp_path):
 def test_null_keys_of_parquet_files_are_like_missing_ones(tmp_path):
     turns = [{**turn, "weight": 1 if turn["role"] == "assistant" else None} for turn in TURNS]
     assert read(tmp_path, turns, mask_history=None) == read(tmp_path, TURNS)
+
+
+def test_arguments_and_tools_of_parquet_files_have_no_keys_of_others(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    def call(name, **arguments):
+        return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def tool(name, key):
+        return {"type": "function", "function": {"name": name, "parameters": {"properties": {key: {"type": "string"}}}}}
+
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [each]}],
+         "tools": [tool("one", "city"), tool("two", "x")]}
+        for each in (call("one", city="Paris"), call("two", x="1"))
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    first, second = read_conversations(str(tmp_path / "a.parquet"))
+    assert [each[-1].more["tool_calls"][0]["function"]["arguments"] for each in (first, second)] == [
+        {"city": "Paris"}, {"x": "1"}
+    ]  # fmt: skip
+    assert [list(each["function"]["parameters"]["properties"]) for each in first.tools] == [["city"], ["x"]]
+
+
+@pytest.mark.parametrize("answer", ["n", "end", "<|im_end|>", "|>"])
+def test_the_end_of_a_turn_is_found_after_any_answer(answer):
+    asked = Conversation([Message("user", "ok?"), Message("assistant", answer)])
+    assert templates.text_after_content(asked, templates.chatml) == "<|im_end|>"
 
 
 def test_prompts_and_completions_keep_their_system_message(tmp_path):

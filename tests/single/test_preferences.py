@@ -96,6 +96,7 @@ def write(tmp_path, *rows):
     [
         {"prompt": "2 + 2?", "chosen": " 4", "rejected": " 5"},
         {"chosen": "2 + 2? 4", "rejected": "2 + 2? 5"},
+        {"instruction": "2 + 2?", "input": "", "chosen": " 4", "rejected": " 5"},
         {"prompt": [user("2 + 2?")], "chosen": [assistant(" 4")], "rejected": [assistant(" 5")]},
         {"chosen": [user("2 + 2?"), assistant(" 4")], "rejected": [user("2 + 2?"), assistant(" 5")]},
     ],
@@ -104,6 +105,13 @@ def test_every_form_of_a_preference_row_gives_the_same_pair(tmp_path, row):
     (pair,) = read_preferences(write(tmp_path, row))
     assert [message.content for message in pair] == ["2 + 2?", " 4"]
     assert [message.content for message in pair.rejected] == ["2 + 2?", " 5"]
+
+
+def test_the_history_of_a_preference_is_before_its_prompt(tmp_path):
+    row = {"history": [["a", "b"]], "instruction": "c", "input": "d", "chosen": "e", "rejected": "f"}
+    (pair,) = read_preferences(write(tmp_path, row))
+    assert [message.content for message in pair] == ["a", "b", "c\nd", "e"]
+    assert [message.is_counted for message in pair.rejected] == [False, False, False, True]
 
 
 @pytest.mark.core

@@ -80,6 +80,7 @@ def test_a_text_longer_than_the_csv_field_limit_is_read(tmp_path, name, delimite
         ("a.csv", "text,label\na,\n", "a.csv, line 2: the label is empty"),
         ("a.csv", "text,label\n", "a.csv: it has no rows below the header"),
         ("a.csv", "", "a.csv, line 1: the header is missing"),
+        ("a.tsv", "text_a\ttext_b\tlabel\na\tb\tc\n", "it has pairs, text_a and text_b, and the recipe classifies one"),
         ("a.csv", "topic,label\na,b\n", "no text column; expected one named text or text_a or sentence, found topic"),
         ("a.csv", "text,topic\na,b\n", "no label column; .* found text, topic; name it with --label-column"),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl, line 2: .* expected one JSON object per line"),

@@ -345,7 +345,8 @@ def _adapters_of_pytorch(module: types.ModuleType) -> Iterator[None]:
     @functools.wraps(stock_load)
     def load_peft_weights(model_id: str) -> dict[str, Any]:
         path = Path(model_id, "adapter_model.safetensors")
-        if path.exists() and not Path(model_id, module.WEIGHTS_NAME).exists():
+        # PEFT on PyTorch leaves an older adapter_model.ckpt beside it.
+        if path.exists():
             return {name: mindspore.Parameter(array, name=name) for name, array in load_file(path).items()}
         found: dict[str, Any] = stock_load(model_id)
         return found
