@@ -21,7 +21,7 @@ class ModelScope:
         is_sharded: For each parameter of this rank, whether this rank has only a shard of it.
 
     Attributes:
-        has_cut_parameters: Whether any rank of the group has only a shard of a parameter.
+        has_sharded_parameters: Whether any rank of the group has only a shard of a parameter.
     """
 
     def __init__(
