@@ -39,4 +39,5 @@ parallel mindspore 2 "$most" equivalence trainer orders
 python tests/models_matrix.py --core
 python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py tests/single/test_recompute.py \
   tests/single/test_pickled_weights.py
-python -m pytest -m core tests/single/test_chats.py tests/single/test_after_training.py tests/single/test_tokenizers.py
+python -m pytest -m core tests/single/test_chats.py tests/single/test_after_training.py tests/single/test_tokenizers.py \
+  tests/single/test_preferences.py

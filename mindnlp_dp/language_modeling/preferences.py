@@ -60,6 +60,8 @@ def preference_loss(
     - orpo: Hong et al. (2024), https://arxiv.org/abs/2403.07691, equations 6 and 7; beta is its lambda. The first term
       is the mean over the tokens of the chosen answer, as in the paper; in TRL it also has those of the prompt.
 
+    ``softplus(-x)`` is ``-logsigmoid(x)``, of which MindNLP 0.5.1 returns the first element alone.
+
     Rewards are beta times the log probability, by which the answer is compared; for dpo and ipo, less the reference's.
 
     Args:
@@ -68,20 +70,20 @@ def preference_loss(
         reference: (2, pairs) the log probabilities of the reference, for dpo and ipo.
     """
     api = mindnlp_api()
-    logsigmoid = api.nn.functional.logsigmoid
+    softplus = api.nn.functional.softplus
     if objective in WITH_REFERENCE:
         sums = sums - reference
     compared = sums if objective == "dpo" else sums / lengths
     rewards, margin = beta * compared, compared[0] - compared[1]
     if objective == "dpo":
-        return -logsigmoid(beta * margin), rewards
+        return softplus(-beta * margin), rewards
     if objective == "ipo":
         return (margin - 1 / (2 * beta)) ** 2, rewards
     if objective == "simpo":
-        return -logsigmoid(beta * margin - gamma), rewards
+        return softplus(gamma - beta * margin), rewards
     # 1 - p, which must stay above 0.
     rest = api.ops.log(api.ops.clamp(1 - api.ops.exp(compared), min=1e-7))
-    return -compared[0] - beta * logsigmoid(margin - (rest[0] - rest[1])), rewards
+    return -compared[0] + beta * softplus(rest[0] - rest[1] - margin), rewards
 
 
 def with_reference(rows: TokenRows, model: Any, collator: PairCollator, batch_size: int) -> TokenRows:

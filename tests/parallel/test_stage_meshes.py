@@ -59,7 +59,7 @@ def test_a_mesh_with_sizes_by_stage_has_the_right_groups(group):
     [
         (
             {"pp": 2, "dp": (2, 1)},
-            r"pp=2 x dp=2\|1 does not match the 4 ranks of this job .* by stage, and stages add up",
+            r"pp=2 x dp=2\|1 does not match the 4 ranks of this job; .* by stage, and stages add up",
         ),
         ({"pp": 3, "dp": (2, 1, 1), "tp": (1, 2)}, r"tp=1\|2 has 2 stages, and pp=3"),
         ({"dp": (2, 2)}, r"dp=2\|2 has 2 stages, and pp=1"),

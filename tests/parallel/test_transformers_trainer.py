@@ -46,8 +46,8 @@ def test_compute_loss_func_is_checked_like_an_own_loss(group, tmp_path, recwarn)
     from mindtorch.nn import functional
 
     def weighted(outputs, labels, num_items_in_batch=None):
-        weight = outputs["logits"].new_tensor([0.1, 3.0])
-        return functional.cross_entropy(outputs["logits"], labels % 2, weight=weight)
+        weight = outputs["logits"].new_tensor([0.1, 3.0, 1.0])
+        return functional.cross_entropy(outputs["logits"], labels - 3, weight=weight)
 
     class Weighted(dp.DataParallelTrainer):
         def __init__(self, *args, **kwargs):
@@ -56,7 +56,7 @@ def test_compute_loss_func_is_checked_like_an_own_loss(group, tmp_path, recwarn)
     class Beyond(Rows):
         def __getitem__(self, index):
             row = super().__getitem__(index)
-            return {**row, "label": row["label"] + 2}
+            return {**row, "label": row["label"] + 3}
 
     steps = 2 if group.world_size == 1 else 1
     train(

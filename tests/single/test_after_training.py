@@ -7,6 +7,7 @@ import json
 import chat_models
 import numpy as np
 import pytest
+from library import is_0_5
 
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.finetuning.early_checks import check_files
@@ -88,6 +89,7 @@ def test_lora_adapters_are_trained_further(monkeypatch, tmp_path):
         chat_models.run(monkeypatch, tmp_path, *flags, "--lora-rank", 8)
 
 
+@pytest.mark.skipif(is_0_5, reason="MindNLP 0.4 writes adapter_model.ckpt")
 def test_adapters_that_pytorch_has_written_replace_older_ones(monkeypatch, tmp_path):
     from safetensors.numpy import load_file, save_file
 
