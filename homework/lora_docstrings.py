@@ -24,6 +24,7 @@ from mindnlp_dp.language_modeling.templates import plain
 from mindnlp_dp.language_modeling.tokenize_conversations import encode
 
 import mindspore  # isort: skip
+from mindnlp.engine import set_seed  # isort: skip
 from mindnlp.peft import LoraConfig, get_peft_model  # isort: skip
 from mindnlp.transformers import AutoModelForCausalLM  # isort: skip
 
@@ -63,7 +64,8 @@ def main(folder, output_dir="outputs/lora_docstrings", epochs=EPOCHS):
     tokenizer, fast = pretrained_tokenizer(folder)
     train, test = (rows_of(split, fast, tokenizer.eos_token_id) for split in docstrings())
 
-    # Adapters start with random numbers: the same on all ranks, for the Trainer sends those of rank 0.
+    # Adapters start with random numbers: the same in every run, and on all ranks, which get those of rank 0.
+    set_seed(1)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True),
         LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=2 * RANK, target_modules=["q_proj", "v_proj", "o_proj"]),
