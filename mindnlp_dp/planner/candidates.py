@@ -114,7 +114,7 @@ class Candidates:
                 if math.isfinite(least_short):
                     self.reject(
                         name,
-                        f"its heaviest stage needs at least {least_short / 2**30:.3g} GiB, and a device has "
+                        f"its heaviest stage needs at least {_gib(least_short)} GiB, and a device has "
                         f"{self.room / 2**30:.3g} GiB for it",
                         least_short,
                     )
@@ -378,6 +378,15 @@ def _sequence_problem(model: Model, sharing: StageParallelism, pp: int) -> str:
 
 def _batch_problem(batch: int, sharing: StageParallelism) -> str:
     return f"{sharing.num_data} does not divide the batch of {batch}" if batch % sharing.num_data else ""
+
+
+def _gib(num_bytes: float) -> str:
+    """Return bytes as GiB with three digits.
+
+    >>> _gib(1.5 * 2**30), _gib(1980.4 * 2**30)
+    ('1.5', '1,980')
+    """
+    return f"{num_bytes / 2**30:.3g}" if num_bytes < 1000 * 2**30 else f"{num_bytes / 2**30:,.0f}"
 
 
 def divisors(n: int, most: int = 1 << 16) -> list[int]:
