@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.finetuning.pretrained import load_pretrained
-from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.finetuning.settings import InputError, first_line
 from mindnlp_dp.runtime.mindnlp_api import peft_api, transformers_api
 
 # The folder in a run's output_dir.
@@ -129,23 +129,36 @@ def load_saved(
             f"{error}" + (f"; {name} has adapters for it, and names it in adapter_config.json" if adapters else "")
         ) from None
     if adapters is None:
-        _make_valid(getattr(model, "generation_config", None))
+        _make_valid(getattr(model, "generation_config", None), name, is_trainable=is_trainable)
         return model
     if (Path(name) / "generation_config.json").is_file():
         model.generation_config = library.GenerationConfig.from_pretrained(name)
-    _make_valid(getattr(model, "generation_config", None))
+    _make_valid(getattr(model, "generation_config", None), name, is_trainable=is_trainable)
     return peft_api().PeftModel.from_pretrained(model, name, is_trainable=is_trainable)
 
 
-def _make_valid(config: Any) -> None:
-    """Let settings of sampling, such as a temperature, sample; the library saves no model in which they do not."""
-    if config is None or config.do_sample:
+def _make_valid(config: Any, name: str, *, is_trainable: bool) -> None:
+    """Let settings of sampling, such as a temperature, sample; the library saves no model in which they do not.
+
+    Raises:
+        InputError: the settings cannot be saved for another reason, and the model ``name`` is to be trained.
+    """
+    if config is None or not (problem := _problem_of(config)):
         return
+    given, config.do_sample = config.do_sample, True
+    if _problem_of(config):
+        config.do_sample = given
+        if is_trainable:
+            raise InputError(f"generation_config.json of {name} cannot be saved with a model; mend it: {problem}")
+
+
+def _problem_of(config: Any) -> str:
+    """Return why the library would not save a generation configuration; "" if it would."""
     try:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             # Transformers raises only if it is strict, which MindNLP 0.4 does not have.
             config.validate(**{"strict": True} if "strict" in inspect.signature(config.validate).parameters else {})
-    except ValueError:
-        config.do_sample = True
-    config.do_sample = config.do_sample or bool(found)
+    except ValueError as error:
+        return first_line(error)
+    return str(found[0].message).partition("\n")[0] if found else ""

@@ -35,6 +35,7 @@ from mindnlp_dp.optim.updater_factory import updates_each_element_alone
 from mindnlp_dp.parallel.distributed_model import DistributedModel
 from mindnlp_dp.parallel.fully_sharded.units import Units
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
+from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
 from mindnlp_dp.parallel.placement import Placement, Placements
 from mindnlp_dp.parallel.row_loss_weights import RowLossWeights
 from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertLoad, ExpertParallelBlock
@@ -93,6 +94,7 @@ class ShardedModel(DistributedModel):
         self, named: Sequence[tuple[str, Any]], **options: Any
     ) -> Union[GradientSynchronizer, MultiGroupSynchronizer]:
         if self.pipeline is not None:
+            self._check_ties(self.pipeline.ties, [p for _, p in named])
             # A stage runs several backward passes per update, and does not know which one is the last.
             options["overlap"] = False
         if self._row_weights is None:
@@ -100,7 +102,6 @@ class ShardedModel(DistributedModel):
         options["overlap"] = False
         if self.units is not None and options.get("compression"):
             raise ValueError(f"compression={options['compression']!r} is not supported with fsdp > 1; leave it out")
-        self._check_ties([p for _, p in named])
         summed_over = [self.placements[p.full_name].summed_over for _, p in named]
         kinds = self._kinds()
         places = [[i for i, mine in enumerate(summed_over) if mine == axes] for axes in kinds]
@@ -114,10 +115,10 @@ class ShardedModel(DistributedModel):
         totals = [functools.partial(_total, self._row_weights, axes) for axes in kinds]
         return MultiGroupSynchronizer(synchronizers, places, totals)
 
-    def _check_ties(self, parameters: Sequence[Any]) -> None:
+    def _check_ties(self, ties: Sequence[TiedParameter], parameters: Sequence[Any]) -> None:
         """Raise ValueError on all ranks if a tied weight is trained on some of its stages only."""
         trained, error = {id(p) for p in parameters}, None
-        for tie in self.pipeline.ties if self.pipeline is not None else ():
+        for tie in ties:
             if len(set(tie.group.all_gather_object(id(tie.parameter) in trained))) > 1:
                 error = ValueError(
                     f"the tied weight {tie.parameter.full_name!r} is trained on some stages and frozen on others (rank "

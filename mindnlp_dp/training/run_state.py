@@ -93,7 +93,8 @@ class Run:
         step = self.train_step
         mine = step.updater.parameter_names(self.model.model)
         optimizer = self.model.local_optimizer_state(saved["optimizer"], mine)
-        optimizer = _in_groups_of(step.updater.optimizer, mine, optimizer)
+        saved_in = optimizer
+        optimizer = _in_groups_of(step.updater.optimizer, mine, saved_in)
         theirs, error = optimizer["parameters"], None
         if mine != theirs:
             ours, others = (sum(map(len, groups)) for groups in (mine, theirs))
@@ -111,8 +112,11 @@ class Run:
         optimizer_state = {key: value for key, value in optimizer.items() if key != "parameters"}
         step.updater.load_optimizer_state(optimizer_state)
         if step.updater.scheduler is not None:
-            step.updater.scheduler.load_state_dict(saved["scheduler"])
-            _set_rates_of_groups(step.updater.scheduler, getattr(step.updater.optimizer, "param_groups", []))
+            groups = getattr(step.updater.optimizer, "param_groups", [])
+            state = _of_groups(saved["scheduler"], len(groups))
+            step.updater.scheduler.load_state_dict(state)
+            if optimizer is not saved_in or state != saved["scheduler"]:
+                _set_rates_of_groups(step.updater.scheduler, groups)
         step.losses.load_states(saved["losses"])
         if step.precision is not None:
             step.precision.load_state(saved.get("mixed_precision"))
@@ -148,17 +152,32 @@ def _in_groups_of(optimizer: Any, names: Sequence[Sequence[str]], saved: Mapping
     return {**saved, "parameters": [list(group) for group in names], "state": state, "param_groups": param_groups}
 
 
+# What schedulers have for each parameter group.
+_BY_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas")
+
+
+def _of_groups(saved: Mapping[str, Any], num_groups: int) -> dict[str, Any]:
+    """Return a scheduler's state without the lists of another number of groups, as the first stage may have it."""
+    state: dict[str, Any] = {}
+    for name, value in saved.items():
+        if name == "_schedulers":
+            state[name] = [_of_groups(each, num_groups) for each in value]
+        elif name not in _BY_GROUP or not num_groups or len(value) == num_groups:
+            state[name] = value
+        elif name == "lr_lambdas":
+            # Required; None leaves a function as it is.
+            state[name] = [None] * num_groups
+    return state
+
+
 def _set_rates_of_groups(scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give a restored scheduler the rates of this optimizer's groups; a stage of a pipeline may have others."""
+    """Give a restored scheduler the rates of this optimizer's groups: the state has those of the first stage."""
     for each in getattr(scheduler, "_schedulers", ()):
         _set_rates_of_groups(each, groups)
     if groups and all("initial_lr" in group for group in groups):
         for name, key in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
             if name in vars(scheduler):
                 setattr(scheduler, name, [group[key] for group in groups])
-    least = getattr(scheduler, "min_lrs", None)
-    if least and len(least) != len(groups):
-        scheduler.min_lrs = [min(least)] * len(groups)
 
 
 def _other_scheduler(scheduler: Any, saved: Optional[Mapping[str, Any]]) -> Optional[ValueError]:

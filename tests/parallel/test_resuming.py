@@ -173,6 +173,21 @@ def test_a_finished_run_is_not_trained_further(group, shared_tmp_path, whole):
     assert again.replica_digest == finished.replica_digest == whole.replica_digest
 
 
+class LowersTheRate(TrainerCallback):
+    """Halves the schedule after the fourth update, as users of PyTorch do."""
+
+    def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
+        if state.global_step == 4:
+            lr_scheduler.base_lrs = [rate / 2 for rate in lr_scheduler.base_lrs]
+
+
+def test_a_resumed_run_keeps_a_schedule_that_a_callback_has_changed(group, shared_tmp_path):
+    whole = run(shared_tmp_path / "whole", group, callbacks=[LowersTheRate()])
+    resumed = stopped_and_resumed(shared_tmp_path / "stopped", group, 8, callbacks=[LowersTheRate()])
+    assert resumed.lr_scheduler.base_lrs == [5e-3] * len(resumed.lr_scheduler.base_lrs)
+    assert_same_run(resumed, whole)
+
+
 def test_a_finished_run_of_a_stream_ends_when_it_is_resumed(group, shared_tmp_path):
     class Stream:
         def __iter__(self):

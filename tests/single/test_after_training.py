@@ -121,6 +121,10 @@ def test_a_model_whose_generation_settings_need_sampling_can_be_saved(monkeypatc
     model = load_saved(str(tmp_path / "base"))
     model.save_pretrained(str(tmp_path / "saved"))
     assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["do_sample"] is True
+    (tmp_path / "base" / "generation_config.json").write_text('{"length_penalty": 2.0}')
+    assert load_saved(str(tmp_path / "base")).generation_config.do_sample is False
+    with pytest.raises(InputError, match="base cannot be saved with a model; mend it: .*length_penalty"):
+        load_saved(str(tmp_path / "base"), is_trainable=True)
 
 
 def test_lora_with_new_special_tokens_is_refused(monkeypatch, tmp_path):

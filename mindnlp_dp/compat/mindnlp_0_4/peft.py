@@ -345,8 +345,9 @@ def _adapters_of_pytorch(module: types.ModuleType) -> Iterator[None]:
     @functools.wraps(stock_load)
     def load_peft_weights(model_id: str) -> dict[str, Any]:
         path = Path(model_id, "adapter_model.safetensors")
-        # PEFT on PyTorch leaves an older adapter_model.ckpt beside it.
-        if path.exists():
+        old = Path(model_id, module.WEIGHTS_NAME)
+        # Of both, each library leaves the other one's as it was.
+        if path.exists() and (not old.exists() or path.stat().st_mtime_ns >= old.stat().st_mtime_ns):
             return {name: mindspore.Parameter(array, name=name) for name, array in load_file(path).items()}
         found: dict[str, Any] = stock_load(model_id)
         return found

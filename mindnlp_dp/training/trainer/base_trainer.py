@@ -196,13 +196,15 @@ class DataParallelTrainerBase(TrainerInterface):
     def synchronizer(self, model: Any) -> Synchronizer:
         """Return the gradient exchange for ``model``'s trainable parameters; it is rebuilt when they change."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        current = self._synchronizer
-        if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
+        current, distributed_model = self._synchronizer, distributed_model_of(model, self.group)
+        is_same = current is not None and list(map(id, current.parameters)) == [id(p) for _, p in trainable]
+        if distributed_model.pipeline is not None:
+            # Stages compare which tied weights they train: all of them, or none.
+            is_same = all(self.world.all_gather_object(is_same))
+        if current is None or not is_same:
             options = ("bucket_cap_mb", "overlap", "compression", "powersgd_rank")
             exchange = {name: getattr(self.args, name) for name in options}
-            current = self._synchronizer = distributed_model_of(model, self.group).make_synchronizer(
-                trainable, **exchange
-            )
+            current = self._synchronizer = distributed_model.make_synchronizer(trainable, **exchange)
         return current
 
     # Training.
