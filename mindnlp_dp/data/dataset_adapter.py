@@ -239,7 +239,7 @@ class IterableSource:
             if isinstance(self._iterable, Iterator) and id(self._iterable) in _iterators_read:
                 warnings.warn(
                     "this data set is an iterator, which can be read once, and is read again; pass an object whose "
-                    "__iter__ begins anew",
+                    "__iter__ starts from the beginning",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -126,7 +126,7 @@ def _in_groups_of(optimizer: Any, names: Sequence[Sequence[str]], saved: Mapping
     """Return a saved state in the groups of ``names``, if it has the same options for the parameters of each of these.
 
     A checkpoint of a pipeline joins the groups of its stages. Groups with other options are not joined or divided, so
-    that a user who has grouped parameters anew is told so.
+    that a user who has changed the groups is told so.
     """
     flat = [name for group in names for name in group]
     old = [name for group in saved["parameters"] for name in group]

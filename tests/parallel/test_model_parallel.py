@@ -549,7 +549,7 @@ def test_ep_ranks_with_uneven_micro_batches_train_the_weights_of_one_process(gro
 
 @needs_mpi
 def test_ep_ranks_with_different_numbers_of_micro_batches_train_the_weights_of_one_process(group):
-    """In every update, not only in the first one, which finds out what the model needs."""
+    """Ranks join each other in every update, not only in the first one, which finds out what the model needs."""
     if group.world_size not in (2, 4):
         pytest.skip("needs a row")
     model = dp.parallelize(build("mixtral"), dp.init_device_mesh({"ep": group.world_size}))
